@@ -42,8 +42,8 @@ NO_TEMPLATE = (
 )
 
 
-class BadRequest(ValueError):
-    """A request that can't be served as it is: the text says why, and what to send. `status`: HTTP's for it."""
+class RequestRefused(ValueError):
+    """A request that is answered with an error: the text says why, and what to send. `status`: HTTP's for it."""
 
     def __init__(self, text: str, status: int = 400):
         super().__init__(text)
@@ -198,18 +198,20 @@ class TextRequest(GenerationRequest):
 
 
 def checked(kind: type[GenerationRequest], body: Any, *, allow_chat_template: bool = False) -> dict[str, Any]:
-    """The fields of a request of this kind, without those that are null, its numbers as its model has them. BadRequest says
-    which field is wrong, and what it may be. A template that the request brings along is in `chat_template_kwargs`.
+    """Return the fields of a request of this kind, without those that are null, its numbers as its model has them.
+
+    RequestRefused says which field is wrong, and what it may be. A template that the request brings along is in
+    `chat_template_kwargs`.
     """
     if not isinstance(body, dict):
-        raise BadRequest("the body must be a JSON object")
+        raise RequestRefused("the body must be a JSON object")
     given = {name: value for name, value in body.items() if value is not None}
     if (place := _lone_surrogate(given)) is not None:
-        raise BadRequest(f"{_wanted(kind, place)}: it has half of a surrogate pair, which is no character")
+        raise RequestRefused(f"{_wanted(kind, place)}: it has half of a surrogate pair, which is no character")
     try:
         request = kind.model_validate(given)
     except ValidationError as error:
-        raise BadRequest(_told(kind, given, error)) from None
+        raise RequestRefused(_told(kind, given, error)) from None
     read = {name: getattr(request, name) for name in request.model_fields_set & kind.model_fields.keys()}
     given |= {name: value for name, value in read.items() if not isinstance(value, (BaseModel, list, dict))}
     if request.stop is not None:
@@ -223,16 +225,18 @@ def _with_template(given: dict[str, Any], *, allowed: bool) -> dict[str, Any]:
     variables = dict(given.get("chat_template_kwargs") or {})
     for name in variables:
         if name in TEMPLATES_OWN:
-            raise BadRequest(f"chat_template_kwargs.{name} is not a variable of a chat template; leave it out")
+            raise RequestRefused(f"chat_template_kwargs.{name} is not a variable of a chat template; leave it out")
     template = given.pop(TEMPLATE, None)
     if template is not None:
         variables[TEMPLATE] = template
     if (brought := variables.get(TEMPLATE, template)) is None:
         variables.pop(TEMPLATE, None)
     elif not allowed:
-        raise BadRequest(NO_TEMPLATE.format(TEMPLATE if template is not None else f"chat_template_kwargs.{TEMPLATE}"))
+        raise RequestRefused(
+            NO_TEMPLATE.format(TEMPLATE if template is not None else f"chat_template_kwargs.{TEMPLATE}")
+        )
     elif not isinstance(brought, str):
-        raise BadRequest(f"chat_template_kwargs.{TEMPLATE} must be a string, not {_shown(brought)}")
+        raise RequestRefused(f"chat_template_kwargs.{TEMPLATE} must be a string, not {_shown(brought)}")
     return {**given, "chat_template_kwargs": variables} if variables else given
 
 

@@ -10,6 +10,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from prefixcache.servers.request_schema import RequestRefused
+
 PERSON = b"prefixcache.key"  # sets these hashes apart from all others; another one makes every stored prompt a miss
 HASHED = b"\xff"  # what a salt with a key begins with: no `cache_salt` does, in UTF-8
 
@@ -17,14 +19,6 @@ SPACE = " \t\r\n"  # of a header; other whitespace may be a byte of a key
 
 CACHE_SALT = 'send "cache_salt": "..." in the body'
 API_KEY = "send the header `Authorization: Bearer KEY`"
-
-
-class NoSalt(ValueError):
-    """A request whose salt can't be told, or that lacks the one it must have. `status`: HTTP's for it."""
-
-    def __init__(self, status: int, text: str):
-        super().__init__(text)
-        self.status = status
 
 
 @dataclass(frozen=True)
@@ -40,13 +34,15 @@ class Salts:
     key: bytes = field(default=b"", repr=False)
 
     def of(self, authorization: Sequence[str], cache_salt: str) -> bytes:
-        """The salt of a request with these values of `Authorization` headers. NoSalt where there is none to be had."""
+        """Return the salt of a request with these `Authorization` headers. RequestRefused where there is none to be had."""
         token = _only(authorization) if self.from_authorization else None
         salt = salt_of(token, cache_salt, self.key)
         if not salt and self.required:
             if self.from_authorization:
-                raise NoSalt(401, f"the request has no API key, and this server needs one: {API_KEY}, or {CACHE_SALT}")
-            raise NoSalt(400, f"the request has no cache_salt, and this server needs one: {CACHE_SALT}")
+                raise RequestRefused(
+                    f"the request has no API key, and this server needs one: {API_KEY}, or {CACHE_SALT}", 401
+                )
+            raise RequestRefused(f"the request has no cache_salt, and this server needs one: {CACHE_SALT}")
         return salt
 
 
@@ -82,5 +78,5 @@ def token_of(authorization: str) -> str | None:
 
 def _only(authorization: Sequence[str]) -> str | None:
     if len(authorization) > 1:
-        raise NoSalt(400, f"{len(authorization)} Authorization headers: whose request is it? Send one")
+        raise RequestRefused(f"{len(authorization)} Authorization headers: whose request is it? Send one")
     return token_of(authorization[0]) if authorization else None

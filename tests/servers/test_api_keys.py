@@ -14,7 +14,7 @@ import requests
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from prefixcache.servers.salts import NoSalt, Salts, salt_of, token_of
+from prefixcache.servers.salts import RequestRefused, Salts, salt_of, token_of
 from tests.servers.serving import (
     SECONDS,
     Message,
@@ -301,7 +301,7 @@ def test_a_key_of_the_hash_that_is_too_long_is_an_error():
 def test_what_says_whose_a_request_is_names_no_key():
     salts = Salts(from_authorization=True, required=True, key=b"sesame")
     assert "sesame" not in repr(salts)
-    with pytest.raises(NoSalt) as refused:
+    with pytest.raises(RequestRefused) as refused:
         salts.of(["Bearer sk-one", "Bearer sk-two"], "")
     assert refused.value.status == 400
     assert "sk-" not in str(refused.value)

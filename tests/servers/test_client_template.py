@@ -16,7 +16,7 @@ from mlx_lm.utils import load_tokenizer
 from prefixcache import PrefixCache
 from prefixcache.servers.mlx_lm import client_template
 from prefixcache.servers.mlx_lm.client_template import render
-from prefixcache.servers.request_schema import BadRequest
+from prefixcache.servers.request_schema import RequestRefused
 from tests.servers.serving import SECONDS, TINY, Message, Server, ask, save_model, serving, user
 from tests.servers.test_requests import Asked, generating
 
@@ -26,7 +26,7 @@ OWN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{{ more |
 
 
 def refused(template: str, limit: int = 10_000) -> str:
-    with pytest.raises(BadRequest) as error:
+    with pytest.raises(RequestRefused) as error:
         render(template, {"messages": MESSAGES}, limit)
     return str(error.value)
 

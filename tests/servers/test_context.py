@@ -14,7 +14,7 @@ import pytest
 import requests
 
 from prefixcache.servers.mlx_lm.context import NO_LIMIT, context_of, room_for
-from prefixcache.servers.request_schema import BadRequest
+from prefixcache.servers.request_schema import RequestRefused
 from tests.servers.serving import (
     SECONDS,
     Server,
@@ -77,7 +77,7 @@ def test_a_prompt_leaves_room_for_a_token_or_is_refused_with_both_numbers():
     assert room_for(1000, None) == NO_LIMIT
     assert room_for(99, 100) == 1
     for tokens in (100, 5000):
-        with pytest.raises(BadRequest, match=f"the prompt has {tokens} tokens; the model's context has 100,"):
+        with pytest.raises(RequestRefused, match=f"the prompt has {tokens} tokens; the model's context has 100,"):
             room_for(tokens, 100)
 
 

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefixcache.servers.request_schema import (
-    BadRequest,
     ChatRequest,
     GenerationRequest,
+    RequestRefused,
     TextRequest,
     checked,
     rows,
@@ -29,7 +29,7 @@ VALUES = st.recursive(LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dic
 
 
 def refused(more: dict[str, Any], kind: type[GenerationRequest] = ChatRequest) -> str:
-    with pytest.raises(BadRequest) as error:
+    with pytest.raises(RequestRefused) as error:
         checked(kind, (CHAT if kind is ChatRequest else TEXT) | more)
     assert error.value.status == 400
     return str(error.value)
@@ -42,7 +42,7 @@ def test_whatever_a_request_says_it_is_refused_in_a_short_line_or_all_of_it_can_
     told, asked = "", {}
     try:
         asked = checked(kind, (CHAT if chat else TEXT) | more)
-    except BadRequest as error:
+    except RequestRefused as error:
         told = str(error)
     assert told.isascii()
     assert len(told) < 300
@@ -98,11 +98,11 @@ def test_a_salt_is_in_no_error():
 
 
 def test_what_is_needed_is_told():
-    with pytest.raises(BadRequest, match=r'messages must be a list of objects such as \{"role"'):
+    with pytest.raises(RequestRefused, match=r'messages must be a list of objects such as \{"role"'):
         checked(ChatRequest, {})
-    with pytest.raises(BadRequest, match="prompt must be one string"):
+    with pytest.raises(RequestRefused, match="prompt must be one string"):
         checked(TextRequest, {})
-    with pytest.raises(BadRequest, match="the body must be a JSON object"):
+    with pytest.raises(RequestRefused, match="the body must be a JSON object"):
         checked(TextRequest, [])
 
 
@@ -131,7 +131,7 @@ def test_a_template_is_one_of_the_variables_where_it_is_allowed():
     asked = checked(ChatRequest, body, allow_chat_template=True)
     assert asked["chat_template_kwargs"] == {"chat_template": "x", "enable_thinking": False}
     assert "chat_template" not in asked
-    with pytest.raises(BadRequest, match="must be a string"):
+    with pytest.raises(RequestRefused, match="must be a string"):
         checked(ChatRequest, CHAT | {"chat_template_kwargs": {"chat_template": 5}}, allow_chat_template=True)
 
 

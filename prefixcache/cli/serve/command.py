@@ -68,7 +68,7 @@ def serve(
             settings = settings.model_copy(update={"ssd_missing": "wait"})
         key = admin.key()
         from prefixcache.servers.mlx_lm.errors import ServeError, ServeFailed
-        from prefixcache.servers.mlx_lm.http_server import ClientRules
+        from prefixcache.servers.mlx_lm.options import ClientRules, ServeOptions
         from prefixcache.servers.mlx_lm.serve import serve as serve_until_ended
         from prefixcache.servers.salts import Salts
         from prefixcache.servers.warm_prompts import read_prompts
@@ -81,18 +81,17 @@ def serve(
         refuse_without(error)
         _end(error)
     try:
-        serve_until_ended(
-            settings,
-            ctx.args,
+        options = ServeOptions(
             before=partial(_warm, prompts, salts),
             grace=run.grace,
             exact_prefill=run.exact_prefill,
             log_json=run.log_json,
             salts=salts,
-            hang_timeout=run.hang_timeout,
             rules=ClientRules(requests.hosts(), requests.allow_chat_template, requests.max_context),
             admin_key=key,
+            hang_timeout=run.hang_timeout,
         )
+        serve_until_ended(settings, ctx.args, options)
     except ServeFailed as error:
         complain(" ".join(str(error).split()))
         _leave(2)

@@ -21,11 +21,10 @@ from prefixcache.byte_sizes import parse_size
 from prefixcache.cache import PrefixCache
 from prefixcache.memory import give_back
 from prefixcache.servers.mlx_lm.context import room_for
-from prefixcache.servers.mlx_lm.errors import RequestRefused
 from prefixcache.servers.mlx_lm.generator import Generator
 from prefixcache.servers.mlx_lm.idle_warming import IdleWarming
-from prefixcache.servers.request_schema import BadRequest, GenerationRequest
-from prefixcache.servers.salts import NoSalt, Salts
+from prefixcache.servers.request_schema import GenerationRequest, RequestRefused
+from prefixcache.servers.salts import Salts
 from prefixcache.servers.warm_prompts import BadPrompt, WarmSequence, prompt_of, tokens_of
 from prefixcache.store_fetch_remove.selection import NoSuchNamespace
 from prefixcache.tiers.prompt import Prompt
@@ -63,20 +62,20 @@ class Admin:
         """Do an operation, and return its result, or one result after the other. RequestRefused where it can't be done."""
         operation = self.operations.get((method, name))
         if operation is None:
-            raise RequestRefused(404, f"{method} {name[:50]!r}: no such operation; there are {self._listed()}")
+            raise RequestRefused(f"{method} {name[:50]!r}: no such operation; there are {self._listed()}", 404)
         if self._cache.ranks is not None:
             raise RequestRefused(
-                409,
                 "this model spans processes, whose caches must stay alike: end the server, and run prefixcache clear, prune "
                 "or warm on each rank's directory",
+                409,
             )
         began = time.monotonic()
         try:
             result = operation(body)
-        except (BadPrompt, NoSalt) as error:
-            raise RequestRefused(400, str(error)) from error
+        except BadPrompt as error:
+            raise RequestRefused(str(error)) from error
         except NoSuchNamespace as error:
-            raise RequestRefused(404, str(error).removeprefix("--")) from error
+            raise RequestRefused(str(error).removeprefix("--"), 404) from error
         if isinstance(result, dict):
             log.info("admin: %s %s in %.2f s", method, name, time.monotonic() - began)
         return result
@@ -98,7 +97,7 @@ class Admin:
         if namespace is None and older_than is None and to_size is None:
             deleted = self._cache.clear(model=model, salt=salt)
         elif to_size is not None and self._cache.stats().ssd is None:
-            raise RequestRefused(400, f"to_size={body['to_size']!r}: this server has no SSD; leave it out, or trim RAM")
+            raise RequestRefused(f"to_size={body['to_size']!r}: this server has no SSD; leave it out, or trim RAM")
         else:
             before = time.time() - older_than if older_than is not None else None
             deleted = self._cache.prune(model=model, salt=salt, namespace=namespace, used_before=before, ssd_to=to_size)
@@ -120,7 +119,7 @@ class Admin:
         _check_keys(body, ("to_size",))
         to_size = _size(body, "to_size")
         if to_size is None:
-            raise RequestRefused(400, 'to_size is missing: give what RAM may hold, such as {"to_size": "1GB"}')
+            raise RequestRefused('to_size is missing: give what RAM may hold, such as {"to_size": "1GB"}')
         self._generator.prompts.drop_live()
         self._cache.trim_to(to_size)
         self._give_back()
@@ -151,7 +150,7 @@ class Admin:
         prompt = self._prompt(body)
         depth = self._cache.pin(prompt)
         if not depth:
-            raise RequestRefused(404, "nothing of this prompt is stored: warm it first, then pin it")
+            raise RequestRefused("nothing of this prompt is stored: warm it first, then pin it", 404)
         return {"tokens": len(prompt), "pinned_tokens": depth}
 
     def unpin(self, body: Json) -> Json:
@@ -162,7 +161,7 @@ class Admin:
         else:
             ended = int(self._cache.unpin(self._prompt(body)))
         if not ended:
-            raise RequestRefused(404, "no such pin: GET pins lists them")
+            raise RequestRefused("no such pin: GET pins lists them", 404)
         return {"ended": ended}
 
     # -- warming ----------------------------------------------------------------------------------------------------------
@@ -172,7 +171,7 @@ class Admin:
         _check_keys(body, ("prompts",))
         prompts = body.get("prompts")
         if not isinstance(prompts, list) or not prompts or not all(isinstance(prompt, dict) for prompt in prompts):
-            raise RequestRefused(400, 'prompts is no list of objects: give {"prompts": [{"messages": [...]}, ...]}')
+            raise RequestRefused('prompts is no list of objects: give {"prompts": [{"messages": [...]}, ...]}')
         key, name = self._model()
         sequences = [self._sequence(prompt, f"prompts[{number}]") for number, prompt in enumerate(prompts)]
         return self._warming.begin(sequences, key, name)
@@ -184,7 +183,7 @@ class Admin:
         key = self._generator.model_provider.model_key
         if key is None:
             raise RequestRefused(
-                409, "no model is loaded, and a prompt's tokens are a model's: ask the server a question first"
+                "no model is loaded, and a prompt's tokens are a model's: ask the server a question first", 409
             )
         return key, self._generator.prompts.name_of(key)
 
@@ -199,25 +198,23 @@ class Admin:
         asked = _text(body, "model")
         if asked is not None and not provider.has(asked, None, "default_model"):
             raise RequestRefused(
-                409, f"{where}: model={asked[:100]!r} is not loaded; leave it out, or ask it a question first"
+                f"{where}: model={asked[:100]!r} is not loaded; leave it out, or ask it a question first", 409
             )
         beside = ("model", "authorization")
         given = {name: value for name, value in body.items() if name not in beside and name not in OF_ANSWERS}
         prompt = prompt_of(where, given)
         salt = self._tenant(body) or b""
         if not salt and self._salts.required:
-            raise RequestRefused(
-                400, f"{where}: no request without a salt is served here: add cache_salt or authorization"
-            )
+            raise RequestRefused(f"{where}: no request without a salt is served here: add cache_salt or authorization")
         tokens = tokens_of(provider.tokenizer, prompt, provider.cli_args.chat_template_args)
         if not tokens:
-            raise RequestRefused(400, f"{where}: no tokens that every request of this prompt has: give a longer one")
+            raise RequestRefused(f"{where}: no tokens that every request of this prompt has: give a longer one")
         loaded = self._generator.model_provider.loaded
         if loaded is not None:
             try:
                 room_for(len(tokens), loaded.context)
-            except BadRequest as error:
-                raise RequestRefused(400, f"{where}: {error}") from None
+            except RequestRefused as error:
+                raise RequestRefused(f"{where}: {error}") from None
         return WarmSequence(tokens, salt)
 
     def _tenant(self, body: Json) -> bytes | None:
@@ -229,13 +226,12 @@ class Admin:
             return replace(self._salts, required=False).of([], cache_salt or "")
         if not self._salts.from_authorization:
             raise RequestRefused(
-                400,
-                "authorization: this server makes no salts of API keys (--salt-from authorization); give cache_salt",
+                "authorization: this server makes no salts of API keys (--salt-from authorization); give cache_salt"
             )
         salt = replace(self._salts, required=False).of([authorization], cache_salt or "")
         if salt == (cache_salt or "").encode():
             raise RequestRefused(
-                400, 'authorization: no API key in it; give "Bearer KEY", as the tenant\'s requests have it'
+                'authorization: no API key in it; give "Bearer KEY", as the tenant\'s requests have it'
             )
         return salt
 
@@ -246,9 +242,9 @@ def _check_keys(body: Json, known: tuple[str, ...]) -> None:
         if name not in known:
             near = get_close_matches(name, known, 1, 0.6)
             there = near[0] if near else ", ".join(known) or "none"
-            raise RequestRefused(400, f"unknown field {name[:50]!r}: write {there}, or leave it out")
+            raise RequestRefused(f"unknown field {name[:50]!r}: write {there}, or leave it out")
         if value is None:
-            raise RequestRefused(400, f"{name} is null: give a value, or leave it out")
+            raise RequestRefused(f"{name} is null: give a value, or leave it out")
 
 
 def _text(body: Json, name: str) -> str | None:
@@ -260,7 +256,7 @@ def _text(body: Json, name: str) -> str | None:
             return value
     except UnicodeEncodeError:  # half of a surrogate pair
         pass
-    raise RequestRefused(400, f"{name}: not a text; write a string, or leave it out")
+    raise RequestRefused(f"{name}: not a text; write a string, or leave it out")
 
 
 def _seconds(body: Json, name: str) -> float | None:
@@ -269,7 +265,7 @@ def _seconds(body: Json, name: str) -> float | None:
         return None
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1e12 or math.isnan(value):
         raise RequestRefused(
-            400, f"{name}={str(value)[:50]!r}: not a number of seconds; write one, such as 604800 for a week"
+            f"{name}={str(value)[:50]!r}: not a number of seconds; write one, such as 604800 for a week"
         )
     return float(value)
 
@@ -280,4 +276,4 @@ def _size(body: Json, name: str) -> int | None:
     try:
         return parse_size(body[name], name)
     except ValueError as error:
-        raise RequestRefused(400, str(error)) from None
+        raise RequestRefused(str(error)) from None

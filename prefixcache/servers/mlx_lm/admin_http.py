@@ -17,7 +17,7 @@ from typing import Any
 
 from prefixcache.servers.mlx_lm.admin import Admin
 from prefixcache.servers.mlx_lm.connections import SlowClient
-from prefixcache.servers.mlx_lm.errors import RequestRefused
+from prefixcache.servers.request_schema import RequestRefused
 from prefixcache.servers.web_access import is_loopback
 
 log = logging.getLogger("prefixcache")
@@ -52,7 +52,7 @@ class AdminPath:
             raise
         except Exception:
             log.exception("an admin request failed")
-            return _refuse(handler, RequestRefused(500, "it failed; see the server's log"))
+            return _refuse(handler, RequestRefused("it failed; see the server's log", 500))
         if isinstance(result, dict):
             _send(handler, 200, "application/json", json.dumps(result).encode() + b"\n")
         else:
@@ -64,13 +64,13 @@ class AdminPath:
             scheme, _, token = given[0].strip().partition(" ") if len(given) == 1 else ("", "", "")
             if scheme.lower() != "bearer" or not hmac.compare_digest(token.strip().encode("latin-1"), self._key):
                 raise RequestRefused(
-                    401, "the admin path needs this server's admin key: send `Authorization: Bearer KEY`"
+                    "the admin path needs this server's admin key: send `Authorization: Bearer KEY`", 401
                 )
             return
         why = _why_not_local(handler)
         if why:
             raise RequestRefused(
-                403, f"{why}, and without an admin key only programs on its machine may ask here: {REMEDY}"
+                f"{why}, and without an admin key only programs on its machine may ask here: {REMEDY}", 403
             )
 
 
@@ -95,14 +95,14 @@ def _body_of(handler: BaseHTTPRequestHandler, content: bytes) -> dict[str, Any]:
         return {}
     if handler.headers.get_content_type() != "application/json":
         raise RequestRefused(
-            415, "the body is no application/json by its Content-Type: send `Content-Type: application/json`"
+            "the body is no application/json by its Content-Type: send `Content-Type: application/json`", 415
         )
     try:
         body = json.loads(content.decode())
     except (ValueError, RecursionError):
-        raise RequestRefused(400, "the body is not JSON in UTF-8, or nested too deeply: send one object") from None
+        raise RequestRefused("the body is not JSON in UTF-8, or nested too deeply: send one object") from None
     if not isinstance(body, dict):
-        raise RequestRefused(400, 'the body is no JSON object: send one, such as {"model": "NAME"}')
+        raise RequestRefused('the body is no JSON object: send one, such as {"model": "NAME"}')
     return body
 
 

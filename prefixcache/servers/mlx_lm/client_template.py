@@ -14,7 +14,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from prefixcache.servers.request_schema import TEMPLATE, BadRequest
+from prefixcache.servers.request_schema import TEMPLATE, RequestRefused
 
 SECONDS = 5  # that a template may take, its process's start included
 MEMORY = 512 << 20  # bytes that its process may have; macOS doesn't hold processes to it
@@ -26,9 +26,9 @@ _places = threading.BoundedSemaphore(AT_ONCE)
 
 
 def render(template: str, variables: dict[str, Any], limit: int) -> str:
-    """Render a template, to at most `limit` bytes of UTF-8. BadRequest where it fails, or takes too much."""
+    """Render a template, to at most `limit` bytes of UTF-8. RequestRefused where it fails, or takes too much."""
     if not _places.acquire(timeout=SECONDS):
-        raise BadRequest("other requests' chat templates are being rendered; ask again", 503)
+        raise RequestRefused("other requests' chat templates are being rendered; ask again", 503)
     try:
         return _render(json.dumps({"template": template, "variables": variables, "limit": limit, "memory": MEMORY}))
     finally:
@@ -48,10 +48,10 @@ def _render(task: str) -> str:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise BadRequest(f"{TEMPLATE}: not rendered within {SECONDS} s; send one that ends") from None
+        raise RequestRefused(f"{TEMPLATE}: not rendered within {SECONDS} s; send one that ends") from None
     if done.returncode:
         reason = done.stderr.decode(errors="replace").strip().rpartition("\n")[2][:200]
-        raise BadRequest(f"{TEMPLATE}: it can't be rendered: {reason or 'it takes too much memory or time'}")
+        raise RequestRefused(f"{TEMPLATE}: it can't be rendered: {reason or 'it takes too much memory or time'}")
     return done.stdout.decode()
 
 

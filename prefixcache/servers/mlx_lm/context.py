@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from prefixcache.servers.request_schema import BadRequest
+from prefixcache.servers.request_schema import RequestRefused
 
 LENGTHS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length", "n_ctx")
 NO_LIMIT = 2**63 - 1
@@ -41,11 +41,11 @@ def _is_length(value: Any) -> bool:
 
 
 def room_for(prompt: int, context: int | None) -> int:
-    """How many tokens the answer to a prompt of so many may have. BadRequest where the context leaves none."""
+    """How many tokens the answer to a prompt of so many may have. RequestRefused where the context leaves none."""
     if context is None:
         return NO_LIMIT
     if prompt >= context:
-        raise BadRequest(too_long(f"{prompt}", context))
+        raise RequestRefused(too_long(f"{prompt}", context))
     return context - prompt
 
 

@@ -12,14 +12,6 @@ class ServeError(Exception):
     """The server can't be started as asked. The text is one line: what is wrong, and what to do."""
 
 
-class RequestRefused(Exception):
-    """A request is answered with an error. `status`: HTTP's for it."""
-
-    def __init__(self, status: int, text: str):
-        super().__init__(text)
-        self.status = status
-
-
 class RankFailed(BaseException):
     """A rank can't go on, so none can. It ends the thread that generates, whose loop takes an Exception for a request's."""
 

@@ -48,7 +48,7 @@ from prefixcache.servers.mlx_lm.upstream import (
 )
 from prefixcache.servers.read_or_compute import AwaitedPromotions
 from prefixcache.servers.request_log import Found, RequestLog
-from prefixcache.servers.request_schema import TEMPLATE, BadRequest
+from prefixcache.servers.request_schema import TEMPLATE, RequestRefused
 from prefixcache.settings import ram_auto
 from prefixcache.tiers.prompt import Prompt
 
@@ -385,36 +385,36 @@ class Generator:
         asked = args.model
         loaded = self.model_provider.loaded_as(asked.model, asked.adapter, asked.draft)
         if _brings_template(args) and has_images(request):
-            raise BadRequest(f"{TEMPLATE}: not rendered for messages with images; leave one of them out")
+            raise RequestRefused(f"{TEMPLATE}: not rendered for messages with images; leave one of them out")
         if loaded is not None:
             if not has_images(request):
                 request.early_tokens = EarlyTokens(loaded.tokenizer, self._read_prompt(loaded, request, args))
             return
         if _brings_template(args):
-            raise BadRequest(f"{TEMPLATE}: its model is not loaded; ask it once without a template, then with it")
+            raise RequestRefused(f"{TEMPLATE}: its model is not loaded; ask it once without a template, then with it")
         self.model_provider.look_up(asked.model, asked.adapter, asked.draft)
 
     def _read_prompt(self, loaded: LoadedModel, request: Any, args: Any) -> Any:
-        """What mlx-lm's `_tokenize` gives. BadRequest where the model can't serve the request."""
+        """What mlx-lm's `_tokenize` gives. RequestRefused where the model can't serve the request."""
         check_sampling(args, loaded.vocabulary)
         tokenizer, rendered = loaded.tokenizer, RENDERED
         if loaded.context is not None and loaded.longest:
             rendered = min(rendered, 4 * loaded.context * loaded.longest)  # bytes of UTF-8
             if (least := _characters(request) // loaded.longest) >= loaded.context:
-                raise BadRequest(too_long(f"at least {least}", loaded.context))
+                raise RequestRefused(too_long(f"at least {least}", loaded.context))
         if _brings_template(args):
             tokenizer = ClientTemplate(tokenizer, rendered)
         messages = copy.deepcopy(request.messages)  # mlx-lm rewrites them in place
         try:
             tokenized = self.loop.read(tokenizer, replace(request, messages=messages), args)
-        except BadRequest:
+        except RequestRefused:
             raise
         except Exception as error:  # of the template, or of what mlx-lm does with messages, tools and images
             missing = " is missing" if isinstance(error, KeyError) else ""
-            raise BadRequest(f"the prompt can't be read: {str(error)[:200]}{missing}") from error
+            raise RequestRefused(f"the prompt can't be read: {str(error)[:200]}{missing}") from error
         tokens = len(as_tokens(tokenized[0]))
         if tokens == 0:  # the loop would die of it
-            raise BadRequest("the prompt has no tokens: give some text")
+            raise RequestRefused("the prompt has no tokens: give some text")
         room_for(tokens, loaded.context)
         return tokenized
 
@@ -444,7 +444,7 @@ class Generator:
         if early is not None and early.tokenizer is tokenizer:
             return early.tokenized
         if _brings_template(args):  # never on this thread
-            raise BadRequest(f"{TEMPLATE}: another model was loaded in between; ask again", 503)
+            raise RequestRefused(f"{TEMPLATE}: another model was loaded in between; ask again", 503)
         return self._read_prompt(self._loaded_with(tokenizer), request, args)
 
     def _loaded_with(self, tokenizer: Any) -> LoadedModel:
@@ -484,18 +484,18 @@ def _cached_tokens(tokenized: Any) -> Sequence[int]:
 
 
 def check_sampling(args: Any, size: int) -> None:
-    """BadRequest for what would end the thread that generates, or the process, once it samples from so many tokens."""
+    """RequestRefused for what would end the thread that generates, or the process, once it samples from so many tokens."""
     if args.sampling.xtc_probability and MLX_LM_0_31:
-        raise BadRequest(
+        raise RequestRefused(
             "xtc_probability, xtc_threshold: mlx-lm 0.31 fails of them; leave them out, or install mlx-lm 0.32"
         )
     if not args.sampling.top_k < size:
-        raise BadRequest(f"top_k={args.sampling.top_k}: the model has {size} tokens; give less")
+        raise RequestRefused(f"top_k={args.sampling.top_k}: the model has {size} tokens; give less")
     if not args.top_logprobs < size:
-        raise BadRequest(f"top_logprobs={args.top_logprobs}: the model has {size} tokens; give less")
+        raise RequestRefused(f"top_logprobs={args.top_logprobs}: the model has {size} tokens; give less")
     for token in args.logits.logit_bias or ():
         if not 0 <= token < size:
-            raise BadRequest(f"logit_bias of token {token}: the model has tokens 0 to {size - 1}")
+            raise RequestRefused(f"logit_bias of token {token}: the model has tokens 0 to {size - 1}")
 
 
 def _brings_template(args: Any) -> bool:

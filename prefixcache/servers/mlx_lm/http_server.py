@@ -1,5 +1,5 @@
 """What is between a request and its client: mlx_lm.server's paths, /metrics, who may ask, what a request may say, and whose
-its prompts are.
+its prompts are. mlx-lm reads and answers what asks for tokens (`upstream.Completion`).
 """
 
 from __future__ import annotations
@@ -10,17 +10,18 @@ import logging
 import re
 import socket
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from http.server import ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import mlx_lm.server as upstream
 from huggingface_hub import CacheNotFound, scan_cache_dir
 
 from prefixcache.metrics import prometheus
 from prefixcache.servers import request_log
+from prefixcache.servers.mlx_lm.admin import Admin
 from prefixcache.servers.mlx_lm.admin_http import BODY_HEADERS, PATH, AdminPath
 from prefixcache.servers.mlx_lm.answers import Ended, StepFailed
 from prefixcache.servers.mlx_lm.connections import (
@@ -32,10 +33,12 @@ from prefixcache.servers.mlx_lm.connections import (
     TimedReader,
     drain,
 )
-from prefixcache.servers.mlx_lm.errors import RequestRefused, ServeError
+from prefixcache.servers.mlx_lm.errors import ServeError
+from prefixcache.servers.mlx_lm.generator import Generator
+from prefixcache.servers.mlx_lm.options import ServeOptions
+from prefixcache.servers.mlx_lm.upstream import Completion
 from prefixcache.servers.request_log import RequestLog
-from prefixcache.servers.request_schema import BadRequest, ChatRequest, GenerationRequest, TextRequest, checked
-from prefixcache.servers.salts import BY_CACHE_SALT, NoSalt, Salts
+from prefixcache.servers.request_schema import ChatRequest, GenerationRequest, RequestRefused, TextRequest, checked
 from prefixcache.servers.web_access import WebAccess
 
 log = logging.getLogger("prefixcache")
@@ -46,48 +49,35 @@ KINDS: dict[str, type[GenerationRequest]] = {
     "/v1/chat/completions": ChatRequest,
     "/chat/completions": ChatRequest,
 }
-LONG = ("messages", "prompt", "tools")  # fields that mlx-lm's reading of a body need not go through once more
 BODY_LIMIT = 1 << 28  # bytes of a request; images are in it
 LISTED = {"config.json", "model.safetensors.index.json", "tokenizer_config.json"}  # files of a model that mlx-lm lists
 
 
-class ClientRules(NamedTuple):
-    """What a server takes of its clients. `allowed_hosts`: names of the server, beside those that it was bound to.
-    `max_context`: tokens of a prompt and its answer, in the place of the model's own.
+class Site(NamedTuple):
+    """What is behind the paths of a server that has its model."""
+
+    generator: Generator
+    admin: AdminPath
+    collector: prometheus.CacheCollector
+    options: ServeOptions
+
+    @classmethod
+    def of(cls, generator: Generator, options: ServeOptions) -> Site:
+        """Return the paths of a generator, as its server was asked to serve."""
+        admin = AdminPath(Admin(generator, options.salts), options.admin_key)
+        return cls(generator, admin, prometheus.CacheCollector(generator.prompts.cache), options)
+
+
+class Handler(BaseHTTPRequestHandler):
+    """mlx-lm's paths, /metrics, the admin path, and a salt for each tenant's prompts: `cache_salt` in the body, as in vLLM,
+    or the API key. One is made for each connection, and has one request.
     """
 
-    allowed_hosts: tuple[str, ...] = ()
-    allow_chat_template: bool = False
-    max_context: int | None = None
+    server: HttpServer
 
-
-NO_RULES = ClientRules()
-LOCAL_ONLY = WebAccess()
-
-
-class Handler(upstream.APIHandler):
-    """mlx-lm's paths, /metrics, and a salt for each tenant's prompts: `cache_salt` in the body, as in vLLM, or the API key.
-
-    `collectors`: of the metrics. `log_json`: requests are logged, not printed as `BaseHTTPRequestHandler` does it. `rules`:
-    what they may bring along. `web`: which requests of browsers are answered. `admin`: what answers below `PATH`.
-    """
-
-    def __init__(
-        self,
-        *args: Any,
-        collectors: tuple[Any, ...] = (),
-        log_json: bool = False,
-        salts: Salts = BY_CACHE_SALT,
-        rules: ClientRules = NO_RULES,
-        web: WebAccess = LOCAL_ONLY,
-        admin: AdminPath | None = None,
-        **options: Any,
-    ):
-        self._collectors, self._log_json, self._salts, self._admin = collectors, log_json, salts, admin
-        self._rules, self._web = rules, web
+    def __init__(self, *connection: Any):
         self._whole = False  # all of the request has been read
-        self._long: dict[str, Any] = {}
-        super().__init__(*args, **options)  # this answers the request
+        super().__init__(*connection)  # this answers the request
 
     # -- what a client sends ------------------------------------------------------------------------------------------
 
@@ -113,7 +103,7 @@ class Handler(upstream.APIHandler):
         if not super().parse_request():
             return False
         hosts, origins = (self.headers.get_all(name, []) for name in ("Host", "Origin"))
-        wrong = self._web.refusal(hosts, origins, self.headers.get("Sec-Fetch-Site", ""))
+        wrong = self.server.web.refusal(hosts, origins, self.headers.get("Sec-Fetch-Site", ""))
         if wrong:
             self._refuse(403, wrong)
             return False
@@ -134,95 +124,76 @@ class Handler(upstream.APIHandler):
     def read_body(self, limit: int = BODY_LIMIT) -> bytes:
         """Read the request's body. RequestRefused for one that has no length, is longer than `limit`, or is cut."""
         if self.headers.get_all("Transfer-Encoding"):
-            raise RequestRefused(411, "Transfer-Encoding is not read here: send the body at once, with Content-Length")
+            raise RequestRefused("Transfer-Encoding is not read here: send the body at once, with Content-Length", 411)
         lengths = {length.strip(" \t") for length in self.headers.get_all("Content-Length", [])}
         if not lengths:
-            raise RequestRefused(411, "the request has no Content-Length: send the number of bytes of its body")
+            raise RequestRefused("the request has no Content-Length: send the number of bytes of its body", 411)
         length = lengths.pop()
         if lengths or not re.fullmatch("[0-9]{1,20}", length):
-            raise RequestRefused(400, f"Content-Length {length[:20]!a} must be one number of bytes, in digits")
+            raise RequestRefused(f"Content-Length {length[:20]!a} must be one number of bytes, in digits")
         if int(length) > limit:
-            raise RequestRefused(413, f"Content-Length {length}: at most {limit} bytes are read; send less at once")
+            raise RequestRefused(f"Content-Length {length}: at most {limit} bytes are read; send less at once", 413)
         self._reader.expect(BODY_SECONDS + int(length) / BODY_RATE)
         body = self.rfile.read(int(length))
         if len(body) < int(length):
-            raise RequestRefused(400, f"the body ended after {len(body)} of {length} bytes")
+            raise RequestRefused(f"the body ended after {len(body)} of {length} bytes")
         self._arrived()
         return body
 
     # -- paths --------------------------------------------------------------------------------------------------------
 
     def do_DELETE(self) -> None:
-        if self._admin is not None and self.path.startswith(PATH):
-            return self._admin.answer(self, self.read_body)
+        if self.path.startswith(PATH):
+            return self.server.site.admin.answer(self, self.read_body)
         self._refuse(404, f"nothing to delete there; what can be is below {PATH}")
 
-    def do_GET(self) -> None:
-        if self._admin is not None and self.path.startswith(PATH):
-            return self._admin.answer(self, self.read_body)
-        if self.path.partition("?")[0] != "/metrics":
-            return super().do_GET()
-        body = prometheus.render(*self._collectors)
-        self.send_response(200)
-        self.send_header("Content-Type", prometheus.CONTENT_TYPE)
-        self.send_header("Content-Length", str(len(body)))
+    def do_OPTIONS(self) -> None:
+        self._begin(204)
         self.end_headers()
-        self.wfile.write(body)
 
-    def handle_models_request(self) -> None:
-        """The model that is served and those that were downloaded. mlx-lm's own says 200 before it looks for them, and has
-        nothing more to say where there is no Hugging Face cache.
-        """
-        only, served = "/".join(self.path.split("/")[3:]), self.response_generator.cli_args.model
+    def do_GET(self) -> None:
+        if self.path.startswith(PATH):
+            self.server.site.admin.answer(self, self.read_body)
+        elif self.path.partition("?")[0] == "/metrics":
+            self._answer(200, prometheus.render(self.server.site.collector), prometheus.CONTENT_TYPE)
+        elif self.path.startswith("/v1/models"):
+            self._answer(200, json.dumps({"object": "list", "data": self._models()}).encode())
+        elif self.path == "/health":
+            healthy = self.server.site.generator.is_healthy
+            self._answer(200 if healthy else 503, json.dumps({"status": "ok" if healthy else "unavailable"}).encode())
+        else:
+            self._answer(404, b"Not Found")
+
+    def _models(self) -> list[dict[str, Any]]:
+        """Return the model that is served and those that were downloaded, or of them the one that the path names."""
+        only, served = "/".join(self.path.split("/")[3:]), self.server.site.generator.cli_args.model
         names = [name for name in downloaded() if only in ("", name)]
         if served:
             names.append(str(Path(served).resolve()) if Path(served).exists() else served)
-        data = [{"id": name, "object": "model", "created": self.created} for name in dict.fromkeys(names)]
-        self._set_completion_headers(200)
-        self.end_headers()
-        self.wfile.write(json.dumps({"object": "list", "data": data}).encode())
+        return [{"id": name, "object": "model", "created": int(time.time())} for name in dict.fromkeys(names)]
 
     def do_POST(self) -> None:
-        if self._admin is not None and self.path.startswith(PATH):
-            return self._admin.answer(self, self.read_body)
+        if self.path.startswith(PATH):
+            return self.server.site.admin.answer(self, self.read_body)
         kind = KINDS.get(self.path)
         try:
             if kind is None:
-                raise RequestRefused(404, f"no such path; there are {', '.join(KINDS)}")
-            asked = checked(kind, _parsed(self.read_body()), allow_chat_template=self._rules.allow_chat_template)
-            self._give_upstream(asked)
-            super().do_POST()
-        except (BadRequest, RequestRefused) as error:
+                raise RequestRefused(f"no such path; there are {', '.join(KINDS)}", 404)
+            rules = self.server.site.options.rules
+            asked = checked(kind, _parsed(self.read_body()), allow_chat_template=rules.allow_chat_template)
+            Completion(self, self.server.site.generator, asked).do_POST()
+        except RequestRefused as error:
             self._refuse(error.status, str(error))
 
-    def _give_upstream(self, asked: dict[str, Any]) -> None:
-        """Let mlx-lm read these fields as the request's body. It reads all again, so the long ones are kept from it."""
-        debugging = logging.getLogger().isEnabledFor(logging.DEBUG)  # it quotes the body
-        self._long = {} if debugging else {name: asked.pop(name) for name in LONG if name in asked}
-        body = json.dumps(asked).encode()
-        del self.headers["Content-Length"]
-        self.headers["Content-Length"] = str(len(body))
-        self.rfile = io.BytesIO(body)  # type: ignore[assignment]
-
-    def validate_model_parameters(self) -> None:
-        """mlx-lm calls this when it has read the fields."""
-        self.body |= self._long
-        self._long = {}
-        try:
-            super().validate_model_parameters()
-        except ValueError as error:
-            raise RequestRefused(400, str(error)) from error
-
-    def handle_completion(self, request: Any, stop_words: Any) -> None:
-        try:
-            request.salt = self._salts.of(self.headers.get_all("Authorization", []), self.body.get("cache_salt") or "")
-        except NoSalt as error:
-            raise RequestRefused(error.status, str(error)) from error
+    def complete(self, completion: Completion, request: Any, answer: Callable[[], None]) -> None:
+        """Have mlx-lm answer a request that it has read. Its line of the log says how it ended."""
+        salts, authorization = self.server.site.options.salts, self.headers.get_all("Authorization", [])
+        request.salt = salts.of(authorization, completion.body.get("cache_salt") or "")
         request.request_log = RequestLog()
         self.server.replying.add(self)
         end = request_log.FAILED
         try:
-            super().handle_completion(request, stop_words)
+            answer()
             end = ""
         except RequestRefused as error:
             end = ""
@@ -230,7 +201,7 @@ class Handler(upstream.APIHandler):
             raise
         except Ended as error:
             end = request_log.FAILED if isinstance(error, StepFailed) else request_log.CUT
-            self._cut(error.status, str(error))
+            self._cut(error, streamed=completion.stream)
         except OSError:
             end = request_log.GONE
             raise
@@ -238,7 +209,7 @@ class Handler(upstream.APIHandler):
             self.server.replying.discard(self)
             fields = request.request_log.fields(end)
             words = request_log.in_words(fields, request.request_log.asks_remote)
-            log.info("%s: %s", self.request_id, words, extra={"id": self.request_id, **fields})
+            log.info("%s: %s", completion.request_id, words, extra={"id": completion.request_id, **fields})
 
     def log_request(self, *about: Any) -> None:
         """Who looks at the metrics, again and again, is not logged."""
@@ -246,40 +217,44 @@ class Handler(upstream.APIHandler):
             super().log_request(*about)
 
     def log_message(self, text: str, *args: Any) -> None:
-        if self._log_json:
+        if self.server.site.options.log_json:
             http_log.info(text, *args, extra={"client": self.address_string()})
         else:
             super().log_message(text, *args)
 
-    def _cut(self, status: int, error: str) -> None:
-        """The end of an answer that is not whole. Clients take an event with an error for one; without Content-Length, a
-        closed connection alone looks like the end of an answer.
+    def _cut(self, error: Ended, *, streamed: bool) -> None:
+        """End an answer that is not whole. Clients take an event with an error for one; without Content-Length, a closed
+        connection alone looks like the end of an answer.
         """
-        if not self.stream:
+        if streamed:
+            self.wfile.write(f"data: {_told(error.status, str(error))}\n\n".encode())
+        else:
             self._headers_buffer: list[bytes] = []  # the status 200, which was not sent yet
-            return self._refuse(status, error)
-        self.wfile.write(f"data: {_told(status, error)}\n\n".encode())
+            self._refuse(error.status, str(error))
 
-    def _set_completion_headers(self, status_code: int = 200) -> None:
-        error = sys.exc_info()[1]
-        if error is None:
-            return super()._set_completion_headers(status_code)
-        # mlx-lm answers an error in a form of its own, and says 404 whatever a request failed of.
-        status = error.status if isinstance(error, (Ended, BadRequest)) else status_code
-        raise RequestRefused(status, str(error)) from error
-
-    def _set_cors_headers(self) -> None:
+    def send_cors_headers(self) -> None:
         """Let pages read the answer whose origin may ask."""
         origin = self.headers.get("Origin") if getattr(self, "headers", None) else None
-        if origin is None or not self._web.allows(origin):
+        if origin is None or not self.server.web.allows(origin):
             return
         self.send_header("Access-Control-Allow-Origin", origin)
         self.send_header("Vary", "Origin")
         self.send_header("Access-Control-Allow-Methods", "*")
         self.send_header("Access-Control-Allow-Headers", "*, Authorization")
 
+    def _begin(self, status: int, kind: str = "application/json") -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_cors_headers()
+
+    def _answer(self, status: int, body: bytes, kind: str = "application/json") -> None:
+        self._begin(status, kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
     def _refuse(self, status: int, error: str) -> None:
-        super()._set_completion_headers(status)
+        self._begin(status)
         if status == 401:
             self.send_header("WWW-Authenticate", "Bearer")
         self.end_headers()
@@ -312,7 +287,7 @@ def _parsed(body: bytes) -> Any:
         if isinstance(error, json.JSONDecodeError):
             reason = f", at character {error.pos}"
             log.error("the body of a request is not JSON%s", reason)
-        raise BadRequest(f"the body is not JSON in UTF-8, or nested too deeply{reason}") from None
+        raise RequestRefused(f"the body is not JSON in UTF-8, or nested too deeply{reason}") from None
 
 
 BUSY = (
@@ -323,8 +298,10 @@ BUSY = (
 
 class HttpServer(ThreadingHTTPServer):
     """One thread a connection, none of which keeps the process alive. `replying`: the handlers whose client waits. `web`:
-    which requests of browsers are answered.
+    which requests of browsers are answered. `site`: what is behind the paths, set before `serve_forever` is called.
     """
+
+    site: Site
 
     daemon_threads = True
     request_queue_size = 128  # connections that wait to be accepted; the default is 5
@@ -335,7 +312,7 @@ class HttpServer(ThreadingHTTPServer):
         try:
             addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
             self.address_family, _, _, _, address = addresses[0]
-            super().__init__((address[0], port), upstream.APIHandler)  # type: ignore[arg-type]
+            super().__init__((str(address[0]), port), Handler)
         except (OSError, OverflowError) as error:
             reason = getattr(error, "strerror", None) or str(error).rstrip(".")
             raise ServeError(f"--host {host} --port {port}: {reason}; give another, or stop what uses it") from None

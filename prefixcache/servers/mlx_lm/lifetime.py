@@ -2,48 +2,30 @@
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from importlib.metadata import version
-from typing import Any, NamedTuple
-
-import mlx_lm.server as upstream
+from typing import Any
 
 import prefixcache
 from prefixcache.byte_sizes import size
 from prefixcache.metrics.logs import JsonFormatter, quotes_nothing
-from prefixcache.metrics.prometheus import CacheCollector
 from prefixcache.metrics.stats import Stats
-from prefixcache.servers.mlx_lm.admin import Admin
-from prefixcache.servers.mlx_lm.admin_http import AdminPath
 from prefixcache.servers.mlx_lm.errors import RankFailed, ServeError, ServeFailed
 from prefixcache.servers.mlx_lm.generator import Generator
-from prefixcache.servers.mlx_lm.http_server import NO_RULES, ClientRules, Handler, HttpServer
-from prefixcache.servers.salts import Salts
+from prefixcache.servers.mlx_lm.http_server import Handler, HttpServer, Site
+from prefixcache.servers.mlx_lm.options import ServeOptions
 
 log = logging.getLogger("prefixcache")
 
 LINGER = 1.0  # seconds, beyond the grace, for the thread that generates to end
 POLL = 0.05  # seconds between two looks at what ends
-
-
-class Options(NamedTuple):
-    """How it was asked to serve, see `serve`."""
-
-    before: Callable[[Generator], None]
-    grace: float
-    exact_prefill: bool
-    log_json: bool
-    salts: Salts
-    bounded: bool  # by --prompt-cache-size, which is not used
-    rules: ClientRules = NO_RULES
-    admin_key: bytes = b""
 
 
 class Ending:
@@ -90,12 +72,12 @@ class Ending:
         self.asked.set()
 
 
-def start_logging(level: str, how: Options, rank: int | None = None) -> None:
+def start_logging(args: argparse.Namespace, options: ServeOptions, rank: int | None = None) -> None:
     """As mlx-lm does it, or as JSON, and with the rank where there are several; without the requests that mlx-lm quotes in
     its errors. Who asks for DEBUG asks for what it quotes there, but not in JSON.
     """
     root = logging.getLogger()
-    if how.log_json:
+    if options.log_json:
         stderr = logging.StreamHandler()
         stderr.setFormatter(JsonFormatter())
         stderr.addFilter(quotes_nothing)
@@ -103,31 +85,21 @@ def start_logging(level: str, how: Options, rank: int | None = None) -> None:
             stderr.addFilter(lambda record: vars(record).update(rank=rank) is None)
         logging.captureWarnings(True)
         root.handlers[:] = [stderr]
-        root.setLevel(level)
+        root.setLevel(args.log_level)
     whose = "" if rank is None else f"rank {rank} - "
-    logging.basicConfig(level=level, format=f"%(asctime)s - {whose}%(levelname)s - %(message)s")
+    logging.basicConfig(level=args.log_level, format=f"%(asctime)s - {whose}%(levelname)s - %(message)s")
     for handler in root.handlers:
         handler.addFilter(lambda record: record.levelno <= logging.DEBUG or quotes_nothing(record))
-    if how.bounded and not rank:
+    if args.prompt_cache_size is not None and not rank:
         log.warning("--prompt-cache-size is not used: this cache is bounded in bytes, by --ram and --ssd")
 
 
-def run(server: HttpServer, generator: Generator, ending: Ending, opened: Stats, how: Options) -> None:
+def run(server: HttpServer, generator: Generator, ending: Ending, opened: Stats, options: ServeOptions) -> None:
     """Answer requests until the end is asked for, then let those under way end."""
     if not is_ready(generator, ending):
         return
     tell(generator, opened)
-    server.RequestHandlerClass = partial(
-        Handler,
-        generator,
-        collectors=(CacheCollector(generator.prompts.cache),),
-        log_json=how.log_json,
-        salts=how.salts,
-        rules=how.rules,
-        web=server.web,
-        system_fingerprint=upstream.get_system_fingerprint(),
-        admin=AdminPath(Admin(generator, how.salts), how.admin_key),
-    )
+    server.site = Site.of(generator, options)
     thread = threading.Thread(target=server.serve_forever, args=(POLL,), name="prefixcache-http", daemon=True)
     thread.start()
     host, port = server.server_address[:2]
@@ -135,9 +107,9 @@ def run(server: HttpServer, generator: Generator, ending: Ending, opened: Stats,
     while not ending.asked.wait(POLL):
         if not generator.thread.is_alive():
             raise ServeFailed(died(generator))
-    log.info("ending: no new requests; those under way have %g s; a second signal ends at once", how.grace)
+    log.info("ending: no new requests; those under way have %g s; a second signal ends at once", options.grace)
     server.shutdown()
-    until = time.monotonic() + how.grace
+    until = time.monotonic() + options.grace
     while time.monotonic() < until and server.replying:
         time.sleep(POLL)
 
@@ -147,9 +119,7 @@ def is_ready(generator: Generator, ending: Ending) -> bool:
     while not generator.ready.wait(POLL):
         if ending.asked.is_set():
             return False
-    if isinstance(generator.failure, ServeError):
-        raise ServeFailed(str(generator.failure))
-    if isinstance(generator.failure, RankFailed):
+    if isinstance(generator.failure, (ServeError, RankFailed)):
         raise ServeFailed(str(generator.failure))
     if generator.failure is not None:
         raise ServeFailed(f"the model can't be loaded: {_one_line(generator.failure)}")

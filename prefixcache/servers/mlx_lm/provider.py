@@ -19,7 +19,7 @@ from prefixcache.layers.image_layout import read
 from prefixcache.servers.loaded_model import form_of
 from prefixcache.servers.mlx_lm.context import context_of
 from prefixcache.servers.mlx_lm.upstream import look_at_files, model_key
-from prefixcache.servers.request_schema import BadRequest
+from prefixcache.servers.request_schema import RequestRefused
 
 log = logging.getLogger("prefixcache")
 
@@ -73,11 +73,11 @@ class Provider(ModelProvider):
 
     def look_up(self, model_path: Any, adapter_path: Any, draft_model_path: Any) -> None:
         """Find, or download, the files of a model that a request means by these names, and look whether they can be loaded.
-        BadRequest where not: the model that is loaded stays. Call it on the client's thread, since it may take long.
+        RequestRefused where not: the model that is loaded stays. Call it on the client's thread, since it may take long.
         """
         model, adapter, draft = model_key(self, model_path, adapter_path, draft_model_path)
         if model is None:
-            raise BadRequest(
+            raise RequestRefused(
                 "model: the server was started without one; name a folder or a Hugging Face repository", 404
             )
         for name, field in ((model, "model"), (draft, "draft_model")):
@@ -86,9 +86,11 @@ class Provider(ModelProvider):
                     look_at_files(name, self._tokenizer_config)
                 except Exception as error:
                     text = f"{field} {_short(name)} can't be loaded: {_short(error)}; {self._remedy()}"
-                    raise BadRequest(text, 404) from None
+                    raise RequestRefused(text, 404) from None
         if adapter is not None and not (Path(adapter) / "adapter_config.json").is_file():
-            raise BadRequest(f"adapters {_short(adapter)}: no folder with an adapter_config.json; name another", 404)
+            raise RequestRefused(
+                f"adapters {_short(adapter)}: no folder with an adapter_config.json; name another", 404
+            )
 
     def _remedy(self) -> str:
         loaded = self.loaded

@@ -34,7 +34,7 @@ from prefixcache.servers.mlx_lm.provider import Provider
 from prefixcache.servers.mlx_lm.tenant_cache import TokenizedRequest
 from prefixcache.servers.mlx_lm.upstream import has_images
 from prefixcache.servers.read_or_compute import AwaitedPromotions
-from prefixcache.servers.request_schema import BadRequest
+from prefixcache.servers.request_schema import RequestRefused
 from prefixcache.upstream import any_backend, known_options
 
 log = logging.getLogger("prefixcache")
@@ -222,7 +222,7 @@ class RankGenerator(Generator):
             return None
         try:
             return super()._tokenize_anew(self.model_provider.tokenizer, request, args)
-        except BadRequest as error:
+        except RequestRefused as error:
             return error
         except Exception as error:
             return ValueError(str(error))

@@ -24,7 +24,8 @@ from prefixcache.ranks.watch import Watch
 from prefixcache.servers.mlx_lm.arguments import check_model
 from prefixcache.servers.mlx_lm.errors import ServeError, ServeFailed
 from prefixcache.servers.mlx_lm.http_server import HttpServer
-from prefixcache.servers.mlx_lm.lifetime import POLL, Ending, Options, died, end, is_ready, run, start_logging, tell
+from prefixcache.servers.mlx_lm.lifetime import POLL, Ending, died, end, is_ready, run, start_logging, tell
+from prefixcache.servers.mlx_lm.options import ServeOptions
 from prefixcache.servers.mlx_lm.rank_generator import RankGenerator, RankProvider
 from prefixcache.settings import Settings
 
@@ -67,7 +68,7 @@ class Rank(NamedTuple):
     watch: Watch
 
 
-def serve_rank(settings: Settings, args: argparse.Namespace, how: Options, ending: Ending, hang: float) -> bool:
+def serve_rank(settings: Settings, args: argparse.Namespace, options: ServeOptions, ending: Ending) -> bool:
     """Serve as one rank of the group that `mlx.launch` has made, see `serve.serve`; False, and nothing is done, where there
     is none. Errors end the other ranks, which name this one.
     """
@@ -80,7 +81,7 @@ def serve_rank(settings: Settings, args: argparse.Namespace, how: Options, endin
                 group = mx.distributed.init()
             finally:
                 grouped.set()
-            rank = _begin(group, settings, args, how, ending, hang)
+            rank = _begin(group, settings, args, options, ending)
         except BaseException as error:
             begun.set_exception(error)
             return
@@ -105,9 +106,9 @@ def serve_rank(settings: Settings, args: argparse.Namespace, how: Options, endin
     try:
         try:
             if server is not None:
-                run(server, generator, ending, rank.opened, how)
+                run(server, generator, ending, rank.opened, options)
             else:
-                _follow(generator, ending, rank.opened, how.grace, watch)
+                _follow(generator, ending, rank.opened, options.grace, watch)
         finally:
             end(generator, ending, server.replying if server is not None else set(), STEPS)
             watch.rest()
@@ -128,15 +129,15 @@ def _follow_launcher(pid: int, ending: Ending) -> None:
 
 
 def _begin(
-    group: mx.distributed.Group, settings: Settings, args: argparse.Namespace, how: Options, ending: Ending, hang: float
+    group: mx.distributed.Group, settings: Settings, args: argparse.Namespace, options: ServeOptions, ending: Ending
 ) -> Rank | None:
     """What a rank serves with; None where it would be the only one."""
     if group.size() == 1:
         return None
-    start_logging(args.log_level, how, group.rank())
+    start_logging(args, options, group.rank())
     ranks = Ranks(group)
     lost = Lost(ranks.rank, ending)
-    watch = Watch(ranks, lost, ending.asked.set, hang=hang)
+    watch = Watch(ranks, lost, ending.asked.set, hang=options.hang_timeout)
     try:
         check_model(args)
         if args.draft_model or args.adapter_path:
@@ -144,20 +145,22 @@ def _begin(
             raise ServeError(
                 f"{given} with several ranks: mlx-lm has neither there; leave it out, or serve from one process"
             )
-        if different := ranks.differing(_decisive(settings, args, how)):
+        if different := ranks.differing(_decisive(settings, args, options)):
             raise ServeError(f"the ranks differ in {', '.join(different)}: give all the same flags and variables")
         server = None
         if ranks.is_first:
-            server = HttpServer(args.host, args.port, how.rules.allowed_hosts, args.allowed_origins)
+            server = HttpServer(args.host, args.port, options.rules.allowed_hosts, args.allowed_origins)
         lost.cache = cache = PrefixCache(settings, group=group)
-        opened, provider = cache.stats(), RankProvider(args, ranks, watch, how.rules.max_context)
-        return Rank(server, cache, opened, RankGenerator(provider, cache, how.before, how.exact_prefill, watch), watch)
+        opened, provider = cache.stats(), RankProvider(args, ranks, watch, options.rules.max_context)
+        return Rank(
+            server, cache, opened, RankGenerator(provider, cache, options.before, options.exact_prefill, watch), watch
+        )
     except BaseException as error:
         watch.close(f"rank {ranks.rank} could not go on: {error}")
         raise
 
 
-def _decisive(settings: Settings, args: argparse.Namespace, how: Options) -> dict[str, Any]:
+def _decisive(settings: Settings, args: argparse.Namespace, options: ServeOptions) -> dict[str, Any]:
     """What decides on the steps that a rank takes."""
     names = (
         "pipeline",
@@ -169,8 +172,8 @@ def _decisive(settings: Settings, args: argparse.Namespace, how: Options) -> dic
     )
     return {
         **{f"--{name.replace('_', '-')}": getattr(args, name, None) for name in names},  # mlx-lm 0.31 has not all
-        "--exact-prefill": how.exact_prefill,
-        "--max-context": how.rules.max_context,
+        "--exact-prefill": options.exact_prefill,
+        "--max-context": options.rules.max_context,
         "--codec": str(settings.codec),
         "--remote": settings.remote is not None,
     }

@@ -6,10 +6,16 @@ without a server, too, is in `prefixcache.upstream`.
 from __future__ import annotations
 
 import argparse
+import io
+import json
+import logging
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from types import SimpleNamespace
 from typing import Any, NoReturn, Protocol
@@ -17,7 +23,10 @@ from typing import Any, NoReturn, Protocol
 from mlx_lm import server, utils
 from mlx_lm.generate import BatchGenerator, stream_generate
 
+from prefixcache.servers.request_schema import RequestRefused
+
 MLX_LM_0_31 = version("mlx-lm").startswith("0.31.")
+FINGERPRINT = server.get_system_fingerprint()
 
 
 # -- flags ------------------------------------------------------------------------------------------------------------
@@ -38,7 +47,8 @@ def parse_flags(parser: type[argparse.ArgumentParser], flags: Sequence[str]) -> 
 
     class Parser(parser):  # type: ignore[misc, valid-type]
         def parse_args(self) -> NoReturn:
-            self.set_defaults(allowed_origins=[])  # mlx-lm's is every web page's
+            # mlx-lm's are every web page's, and a number that says nothing of whether it was given
+            self.set_defaults(allowed_origins=[], prompt_cache_size=None)
             parsed.append(super().parse_args(flags))
             raise _Parsed
 
@@ -142,6 +152,70 @@ def has_images(request: Any) -> bool:
 def is_given_up(context: Any) -> bool:
     """Return whether a request's `GenerationContext` was told to stop."""
     return bool(context._should_stop)
+
+
+# -- HTTP -------------------------------------------------------------------------------------------------------------
+
+LONG = ("messages", "prompt", "tools")  # fields that mlx-lm's reading of a body need not go through once more
+
+
+class Connection(Protocol):
+    """What `Completion` asks of the HTTP handler whose request it answers."""
+
+    path: str
+    wfile: Any
+
+    def send_response(self, code: int, message: str | None = None) -> None: ...
+
+    def send_header(self, keyword: str, value: str) -> None: ...
+
+    def end_headers(self) -> None: ...
+
+    def send_cors_headers(self) -> None:
+        """Let pages read the answer whose origin may ask."""
+
+    def complete(self, completion: Completion, request: Any, answer: Callable[[], None]) -> None:
+        """Have a request answered by `answer`. `completion` has its fields."""
+
+
+class Completion(server.APIHandler):
+    """mlx-lm's reading of a request's fields, and its answer, on the connection of an HTTP handler of ours.
+
+    Patch: mlx-lm's handler owns its connection, so it is made without one and given a body of its own. RequestRefused for
+    what it refuses: its own errors have another form, and it says 404 whatever a request failed of. Issue: none filed. Goes
+    when mlx-lm reads and answers a request apart from HTTP.
+    """
+
+    def __init__(self, connection: Connection, generator: Any, fields: dict[str, Any]):
+        self._connection = connection
+        debugging = logging.getLogger().isEnabledFor(logging.DEBUG)  # it quotes the body
+        self._long = {} if debugging else {name: fields.pop(name) for name in LONG if name in fields}
+        body = json.dumps(fields).encode()
+        self.created, self.system_fingerprint = int(time.time()), FINGERPRINT
+        self.response_generator, self.path = generator, connection.path
+        self.headers, self.rfile = {"Content-Length": str(len(body))}, io.BytesIO(body)
+        self.wfile, self.send_response = connection.wfile, connection.send_response
+        self.send_header, self.end_headers = connection.send_header, connection.end_headers
+
+    def validate_model_parameters(self) -> None:
+        """Give the long fields back, as all others were read."""
+        self.body |= self._long
+        try:
+            super().validate_model_parameters()
+        except ValueError as error:
+            raise RequestRefused(str(error)) from error
+
+    def handle_completion(self, request: Any, stop_words: Any) -> None:
+        answer = partial(super().handle_completion, request, stop_words)
+        self._connection.complete(self, request, answer)
+
+    def _set_completion_headers(self, status_code: int = 200) -> None:
+        if (error := sys.exc_info()[1]) is not None:
+            raise RequestRefused(str(error), getattr(error, "status", status_code)) from error
+        super()._set_completion_headers(status_code)
+
+    def _set_cors_headers(self) -> None:
+        self._connection.send_cors_headers()
 
 
 # -- the loop ---------------------------------------------------------------------------------------------------------

@@ -1,0 +1,39 @@
+"""How `prefixcache serve` was asked to serve, beside the cache's settings and mlx-lm's own flags."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from prefixcache.ranks.watch import HANG
+from prefixcache.servers.salts import BY_CACHE_SALT, Salts
+
+
+class ClientRules(NamedTuple):
+    """What a server takes of its clients. `allowed_hosts`: names of the server, beside those that it was bound to.
+    `max_context`: tokens of a prompt and its answer, in the place of the model's own.
+    """
+
+    allowed_hosts: tuple[str, ...] = ()
+    allow_chat_template: bool = False
+    max_context: int | None = None
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """`before`: called with the `Generator`, on the thread that generates, when the model is there, before the first request
+    is taken. `grace`: seconds that requests under way may go on at the end. `exact_prefill`: prompts are computed on exact
+    rows, not on those that a hit will give. `log_json`: all that is logged goes to standard error as JSON. `salts`: whose a
+    request's prompts are. `rules`: what is taken of clients. `admin_key`: what opens the admin path; with b"" programs on
+    this machine may use it. `hang_timeout`: seconds after which ranks that wait for each other end.
+    """
+
+    before: Callable[[Any], None] = lambda generator: None
+    grace: float = 5.0
+    exact_prefill: bool = False
+    log_json: bool = False
+    salts: Salts = BY_CACHE_SALT
+    rules: ClientRules = field(default_factory=ClientRules)
+    admin_key: bytes = field(default=b"", repr=False)
+    hang_timeout: float = HANG
