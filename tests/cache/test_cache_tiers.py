@@ -64,7 +64,7 @@ def test_storing_what_the_ssd_has_writes_and_encodes_nothing(opened):
 
 
 def test_promotion_makes_room_by_evicting_colder_blocks(opened):
-    cache = opened(ram=260_000, spill="wait")
+    cache = opened(ram=260_000, spill="wait", spill_wait=60)
     put(cache, LONG)
     for i in range(5):
         put(cache, [7000 + i] * 700)

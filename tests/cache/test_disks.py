@@ -103,7 +103,7 @@ def holds(cache: PrefixCache, newest: range) -> None:
 
 def test_a_limit_beyond_the_disk_is_said_and_the_newest_prompts_are_kept_above_the_reserve(opened, disk, caplog):
     mount("-o", "remount,size=20m", disk)
-    cache = opened(ssd_dir=disk / "ssd", ssd="200GB", ram="2MB", ssd_reserve="2MB", spill="wait")
+    cache = opened(ssd_dir=disk / "ssd", ssd="200GB", ram="2MB", ssd_reserve="2MB", spill="wait", spill_wait=60)
     assert "ssd=200GB is more than its disk has room for beside ssd_reserve=2MB" in caplog.text
     with least_free(disk) as least:
         for seed in range(600):  # 27 MB
@@ -332,7 +332,7 @@ def test_a_closing_on_a_stalled_disk_ends_and_the_directory_is_free_when_the_dis
     monkeypatch.setattr("prefixcache.ssd.tier.GRACE", 0.1)
     cache = opened(close_timeout=0.2)
     put(cache, *range(6))
-    assert cache.flush()
+    assert cache.flush(20)
     with stalled(monkeypatch, "readv" if reading else "fsync"):
         if reading:
             cache.trim_to(0)

@@ -20,7 +20,8 @@ SESSIONS = 140
 
 
 def open_on(root: Path, codec: str) -> PrefixCache:
-    return PrefixCache(ram="1MB", ssd_dir=root, ssd=LIMIT, codec=codec, memory_reserve=0)
+    """Open a cache that waits for a slow disk, so that which images it keeps doesn't depend on it."""
+    return PrefixCache(ram="1MB", ssd_dir=root, ssd=LIMIT, codec=codec, memory_reserve=0, spill="wait", spill_wait=60)
 
 
 def store(cache: PrefixCache, session: int, salt: bytes, codec: str) -> None:

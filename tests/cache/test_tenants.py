@@ -80,7 +80,7 @@ def test_salts_and_models_never_meet_when_keys_collide_at_eight_bits(tmp_path, n
     stored: set[tuple[tuple[str, bytes], int]] = set()
     hits = 0
     for _ in range(3):  # restarts
-        cache = opened(tmp_path, ram="300KB")
+        cache = opened(tmp_path, ram="300KB", spill="wait", spill_wait=60)
         for _ in range(80):
             owner, which = chance.choice(OWNERS), chance.randrange(len(prompts))
             tokens, (model, salt) = prompts[which], owner
