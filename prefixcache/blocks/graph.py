@@ -11,16 +11,24 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from math import lcm
-from typing import Any
+from typing import Any, NamedTuple
 
 from prefixcache.blocks.budget import Budget, Reservation
 from prefixcache.blocks.node import BLOCK_BYTES, RAM, Node, Slot, Tree, Walk, Window, common_tokens
+from prefixcache.blocks.policies import Order
 from prefixcache.blocks.recency import Recency
 from prefixcache.image_format import ROWS, SNAPSHOT, WINDOW, ImageKind
 from prefixcache.keys import BLOCK, TOKEN_BYTES, chain
 
 NODE_BYTES = 728  # of RAM a node, beside its tokens; measured by tools/bench/memory.py
 SLOT_BYTES = 904  # of RAM a slot, beside its image and its suffix; measured there too
+
+
+class Nearest(NamedTuple):
+    """The child whose tokens begin most like others, None where none does, and how many tokens they share."""
+
+    child: Node | None
+    shared: int
 
 
 class Graph:
@@ -85,7 +93,7 @@ class Graph:
                 path.append(node)
                 at += BLOCK_BYTES
                 continue
-            partial, shared = self._nearest(node, chunk, i)
+            partial, shared = self.nearest(node, chunk, i)
             if partial is not None and shared * TOKEN_BYTES == len(partial.tokens):
                 path.append(partial)  # a whole tail; a tail has no children
                 partial, shared = None, 0
@@ -103,28 +111,27 @@ class Graph:
         """Tell whether a node is a root, or still in the graph with its rows."""
         return node.parent is None or (node.rows is not None and self.slots.get((ROWS, node.key)) is node.rows)
 
-    def nearest(self, parent: Node, tokens: bytes) -> tuple[Node | None, int]:
-        """Return the child that shares most leading tokens with these, and how many; of equals one whose rows are in RAM."""
-        return self._nearest(parent, tokens, bisect_left(parent.child_tokens, tokens))
-
-    def _nearest(self, node: Node, chunk: bytes, place: int) -> tuple[Node | None, int]:
-        """The longest common prefix with a sorted list is with a neighbour of the chunk's place. One further on either side
-        shares no more, but may be an equal that is in RAM.
+    def nearest(self, parent: Node, tokens: bytes, place: int | None = None) -> Nearest:
+        """Return the child that shares most leading tokens with these, and how many; of equals one whose rows are in RAM.
+        `place`: where the tokens belong among the children's, if it is known.
         """
+        # The longest common prefix with a sorted list is with a neighbour of that place. One further on either side shares no
+        # more, but may be an equal that is in RAM.
+        place = bisect_left(parent.child_tokens, tokens) if place is None else place
         nearest, shared, in_ram = None, 0, False
         for i in (place - 1, place, place - 2, place + 1):
-            if not 0 <= i < len(node.children):
+            if not 0 <= i < len(parent.children):
                 continue
             if in_ram and i not in (place - 1, place):
                 break
             self.visits += 1
-            child, common = node.children[i], common_tokens(node.child_tokens[i], chunk)
+            child, common = parent.children[i], common_tokens(parent.child_tokens[i], tokens)
             if child.rows is None:
                 continue  # hollow
             child_in_ram = child.rows.image is not None
             if common and (common, child_in_ram) > (shared, in_ram):
                 nearest, shared, in_ram = child, common, child_in_ram
-        return nearest, shared
+        return Nearest(nearest, shared)
 
     def is_attached(self, slot: Slot) -> bool:
         """Tell whether a slot still has its place."""
@@ -149,19 +156,18 @@ class Graph:
             return None
         node = Node(parent.tree, parent, tokens, key, label, len(self.tiers))
         reservation.spend(nodes=NODE_BYTES + len(tokens))
+        self._insert(parent, node, i)
+        return node
+
+    def _insert(self, parent: Node, node: Node, place: int) -> None:
         if not parent.children:
             parent.children, parent.child_tokens = [], []
             self.leaves[parent.label] -= parent.parent is not None
-        self.leaves[label] += 1
-        parent.children.insert(i, node)
-        parent.child_tokens.insert(i, tokens)
+        self.leaves[node.label] += 1
+        parent.children.insert(place, node)
+        parent.child_tokens.insert(place, node.tokens)
         self.nodes += 1
         self.version += 1
-        return node
-
-    def slot_cost(self, slot: Slot) -> int:
-        """Count the bytes of RAM that a slot takes, beside its image."""
-        return self.slot_bytes + len(slot.suffix)
 
     def attach(self, slot: Slot, reservation: Reservation) -> bool:
         """Give a new slot its place. False, and nothing done, when its key or its place is taken."""
@@ -172,7 +178,7 @@ class Graph:
             taken = slot.kind == ROWS and node.rows is not None  # a window's key says which rows it has
         if taken or (slot.kind, slot.key) in self.slots:
             return False
-        reservation.spend(nodes=self.slot_cost(slot))
+        reservation.spend(nodes=self.slot_bytes + len(slot.suffix))
         if slot.kind == SNAPSHOT:
             if not node.snapshots:
                 node.snapshots, node.sizes = {}, {}
@@ -188,10 +194,11 @@ class Graph:
         return True
 
     def load_rows(
-        self, parent: Node, tokens: bytes, key: bytes, nbytes: int, tier: int, disk: int, reservation: Reservation
+        self, parent: Node, tokens: bytes, key: bytes, nbytes: int, tier: int, reservation: Reservation
     ) -> Slot | None:
-        """Rows that a tier below RAM has, and their block: `grow`, `attach` and `place` in one, for an opening; afterwards
-        `recency.sort_below_ram` makes the order. None, and nothing done, when the block is there or its key is another's.
+        """Return the slot of rows that a tier below RAM has, and make their block: `grow`, `attach` and `place` in one, for
+        an opening. The caller notes `disk`, and calls `recency.sort_below_ram` for the order. None, and nothing done, when
+        the block is there or its key is another's.
         """
         i = bisect_left(parent.child_tokens, tokens)
         if (ROWS, key) in self.slots or (i < len(parent.children) and parent.child_tokens[i] == tokens):
@@ -200,17 +207,9 @@ class Graph:
         node = Node(parent.tree, parent, tokens, key, tiers=len(self.tiers))
         slot = self.slots[ROWS, key] = node.rows = Slot(ROWS, node, key, nbytes)
         slot.tiers = 1 << tier
-        slot.disk = disk if tier == RAM + 1 else 0
-        if not parent.children:
-            parent.children, parent.child_tokens = [], []
-            self.leaves[parent.label] -= parent.parent is not None
-        self.leaves[""] += 1
-        parent.children.insert(i, node)
-        parent.child_tokens.insert(i, tokens)
+        self._insert(parent, node, i)
         parent.dependents[tier] += 1
-        self.nodes += 1
         self.images[tier] += 1
-        self.version += 1
         return slot
 
     def place(
@@ -229,8 +228,7 @@ class Graph:
         slot.tiers |= 1 << tier
         self.images[tier] += 1
         self._count(slot, tier, 1)
-        if slot.maybe_blocked:
-            self._unblock(slot)
+        self.recency.unblock(slot)
 
     def drop(self, slot: Slot, tier: int) -> None:
         """Delete a slot's image from a tier. In no tier any more, the slot goes, and nodes that hold nothing with it."""
@@ -248,7 +246,7 @@ class Graph:
                 self.recency.unflushed.pop(slot, None)
         self._count(slot, tier, -1)
         if slot.kind != ROWS:
-            self._demote_unserved(slot, tier)
+            _demote_unserved(slot, tier, self.orders[tier])
         if not slot.tiers:
             self._remove(slot)
 
@@ -267,8 +265,7 @@ class Graph:
         if not slot.pending:
             self.budget.queue(-slot.nbytes)
             self.orders[RAM].back(slot, used_since)
-        if slot.maybe_blocked:
-            self._unblock(slot)
+        self.recency.unblock(slot)
 
     def detach(self, slot: Slot) -> None:
         """Take a slot that waits for a write out of sight at once; its bytes stay counted until `release`."""
@@ -310,8 +307,7 @@ class Graph:
             slot.pins -= 1
             if not slot.pins:
                 self.pinned -= 1
-                if slot.maybe_blocked:
-                    self._unblock(slot)
+                self.recency.unblock(slot)
 
     def has_dependents(self, slot: Slot, tier: int) -> bool:
         """Tell whether something else in the tier is of no use without this slot."""
@@ -356,7 +352,7 @@ class Graph:
         if self.slots.get((slot.kind, slot.key)) is slot:
             del self.slots[slot.kind, slot.key]
             self.recency.remove(slot)
-            self.budget.free_node(self.slot_cost(slot))
+            self.budget.free_node(self.slot_bytes + len(slot.suffix))
         self.prune(node)
 
     def _free(self, slot: Slot) -> None:
@@ -379,29 +375,8 @@ class Graph:
         assert node is not None
         dependents = node.dependents
         dependents[tier] += by
-        if by < 0 and (rows := node.rows) is not None and rows.maybe_blocked and not dependents[tier]:
-            self._unblock(rows)
-
-    def _unblock(self, slot: Slot) -> None:
-        """Give a slot as a candidate again: it may have become one that can be evicted."""
-        for order in self.orders:
-            order.unblock(slot)
-
-    def _demote_unserved(self, slot: Slot, tier: int) -> None:
-        """After a window or snapshot was deleted: rows that no boundary needs any more are evicted next, not last."""
-        top, node = None, slot.node
-        whole = _whole_chunks(node)  # hit without a window's rows, so the blocks before it are still of use
-        while node.parent is not None and node.start >= whole and not _is_needed(node, tier):
-            top, node = node, node.parent
-        stack = [top] if top is not None else []
-        if slot.suffix:
-            stack += [k for k in slot.node.children if k.tokens.startswith(slot.suffix) and not _is_needed(k, tier)]
-        while stack:  # parents before children: who is moved last is evicted first
-            node = stack.pop()
-            if node.rows is not None and node.rows.is_in(tier) and node.rows in self.orders[tier]:
-                self.orders[tier].demote(node.rows)
-                node.rows.evict_first |= tier != RAM
-            stack.extend(node.children)
+        if by < 0 and node.rows is not None and not dependents[tier]:
+            self.recency.unblock(node.rows)
 
     # -- integrity ----------------------------------------------------------------------------------------------------
 
@@ -430,7 +405,7 @@ class Graph:
                 assert node.parent.is_whole or node.parent.parent is None, "a tail with a child"
             for slot in here:
                 slots += 1
-                cost += self.slot_cost(slot)
+                cost += self.slot_bytes + len(slot.suffix)
                 assert slot.node is node
                 assert self.slots[slot.kind, slot.key] is slot
                 assert slot.tiers, "a slot that holds nothing"
@@ -470,6 +445,23 @@ class Graph:
 def _has_siblings(slot: Slot) -> bool:
     parent = slot.node.parent
     return slot.kind == ROWS and parent is not None and len(parent.children) > 1
+
+
+def _demote_unserved(slot: Slot, tier: int, order: Order) -> None:
+    """Let rows that no boundary needs any more, now that a window or snapshot was deleted, be evicted next and not last."""
+    top, node = None, slot.node
+    whole = _whole_chunks(node)  # hit without a window's rows, so the blocks before it are still of use
+    while node.parent is not None and node.start >= whole and not _is_needed(node, tier):
+        top, node = node, node.parent
+    stack = [top] if top is not None else []
+    if slot.suffix:
+        stack += [k for k in slot.node.children if k.tokens.startswith(slot.suffix) and not _is_needed(k, tier)]
+    while stack:  # parents before children: who is moved last is evicted first
+        node = stack.pop()
+        if node.rows is not None and node.rows.is_in(tier) and node.rows in order:
+            order.demote(node.rows)
+            node.rows.evict_first |= tier != RAM
+        stack.extend(node.children)
 
 
 def _is_needed(node: Node, tier: int) -> bool:

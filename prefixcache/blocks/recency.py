@@ -52,6 +52,12 @@ class Recency:
             if hit:
                 order.used(slots, False)
 
+    def unblock(self, slot: Slot) -> None:
+        """Give a slot as a candidate again: it may have become one that can be evicted."""
+        if slot.maybe_blocked:
+            for order in self.orders:
+                order.unblock(slot)
+
     def request_ended(self, slots: Iterable[Slot]) -> None:
         """Make this path, `slots` tail first, the newest: a request that used or brought it has ended."""
         slots = list(slots)

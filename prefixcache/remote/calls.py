@@ -1,5 +1,5 @@
-"""`EngineCalls`: calls of an engine on threads of their own, so that whoever waits can stop waiting, and whether the engine is
-to be left alone, because it fails or is late.
+"""`EngineCalls`: calls of an engine on threads of their own, so that whoever waits can stop waiting. It says when the
+engine is to be left alone, because it fails or is late.
 """
 
 from __future__ import annotations

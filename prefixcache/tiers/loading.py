@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from prefixcache.blocks.budget import Reservation
 from prefixcache.blocks.graph import Graph
-from prefixcache.blocks.node import Node, Slot
+from prefixcache.blocks.node import RAM, Node, Slot
 from prefixcache.image_format import ROWS, SNAPSHOT
 from prefixcache.ssd.entries import Entry
 
@@ -27,7 +27,7 @@ def place_entry(
     """
     try:
         if entry.kind == ROWS:
-            slot = graph.load_rows(parent, entry.tokens, entry.key, entry.nbytes, tier, entry.disk, reservation)
+            slot = graph.load_rows(parent, entry.tokens, entry.key, entry.nbytes, tier, reservation)
         else:
             suffix = entry.tokens if entry.kind == SNAPSHOT else b""
             slot = Slot(entry.kind, parent, entry.key, entry.nbytes, suffix, mask)
@@ -37,5 +37,6 @@ def place_entry(
     except ValueError:  # the reservation is spent
         return None
     if slot is not None:
+        slot.disk = entry.disk if tier == RAM + 1 else 0
         slot.checksum, slot.tick, slot.hits, slot.created = entry.checksum, entry.used, entry.hits, entry.created
     return slot
