@@ -14,7 +14,7 @@ _REMEDY = 'write "20GB", "512MiB" or a number of bytes'
 
 
 def parse_size(value: Any, name: str = "size") -> int:
-    """Bytes from "8GB" (10^9), "512MiB" (2^20), "8 GB" or a whole number. ValueError names the setting and the
+    """Return the bytes of "8GB" (10^9), "512MiB" (2^20), "8 GB" or a whole number. ValueError names the setting and the
     remedy.
     """
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
@@ -33,7 +33,7 @@ def parse_size(value: Any, name: str = "size") -> int:
 
 
 def size(nbytes: int) -> str:
-    """Three digits and a unit of powers of ten, as `parse_size` reads them: "1.23 GB"."""
+    """Return three digits and a unit of powers of ten, as `parse_size` reads them: "1.23 GB"."""
     if nbytes < 1000:
         return f"{nbytes} B"
     value = float(nbytes)
@@ -46,7 +46,7 @@ def size(nbytes: int) -> str:
 
 
 def as_setting(nbytes: int) -> str:
-    """A size as it is written for a setting, rounded down: "58MB"."""
+    """Return a size as it is written for a setting, rounded down: "58MB"."""
     for unit in ("TB", "GB", "MB", "KB"):
         one = UNITS[unit]
         if nbytes >= 10 * one or (nbytes >= one and not nbytes % one):

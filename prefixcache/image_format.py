@@ -146,7 +146,7 @@ class Image:
         return bytes(self.data[_CHECKSUM]).decode("ascii", "replace")
 
     def header(self) -> tuple[Meta, dict[str, np.ndarray]]:
-        """What it says of itself, and a read-only view of each tensor by name (bf16 as uint16)."""
+        """Return what it says of itself, and a read-only view of each tensor by name (bf16 as uint16)."""
         end = 8 + int(self.data[:8].view("<u8")[0])
         fields = json.loads(bytes(self.data[8:end]))
         meta = fields.pop("__metadata__")
@@ -234,7 +234,9 @@ def examine(
 
 
 def is_whole(data: np.ndarray, rest: Iterable[np.ndarray] = ()) -> bool:
-    """Whether the checksum in the header is that of the bytes, whatever they say. `rest` are those that follow, in pieces."""
+    """Tell whether the checksum in the header is that of the bytes, whatever they say. `rest` are those that follow, in
+    pieces.
+    """
     if data.nbytes < _CHECKSUM.stop:
         return False
     digest = Digest()
@@ -250,7 +252,7 @@ class Digest:
         self._state, self._seen = xxhash.xxh3_128(), 0
 
     def update(self, piece: memoryview) -> None:
-        """The next bytes. Of the header's own checksum zeros are taken."""
+        """Take the next bytes. Of the header's own checksum zeros are taken."""
         first, self._seen = self._seen, self._seen + len(piece)
         if first < _CHECKSUM.stop:
             head = bytearray(piece[: _CHECKSUM.stop - first])
@@ -277,7 +279,7 @@ def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def parse_header(header: bytes, room: int) -> Header:
-    """What a header says; ImageError unless a `Blueprint` could have written it for `room` bytes of tensors."""
+    """Return what a header says. Raise ImageError unless a `Blueprint` could have written it for `room` bytes of tensors."""
     try:
         table = json.loads(header, object_pairs_hook=_no_twins)
     except (ValueError, RecursionError):

@@ -38,7 +38,7 @@ class HasImages(Protocol):
     """A budget."""
 
     def for_images(self) -> ForImages:
-        """Its bytes now. Asked at any moment, when an image dies: it may take no lock."""
+        """Return its bytes now. It is asked at any moment, when an image dies, and may take no lock."""
 
 
 class Extent(NamedTuple):
@@ -72,7 +72,7 @@ class FreeSpace:
         insort(self._sizes, (end - start, start))
 
     def take(self, nbytes: int) -> int | None:
-        """Where the smallest extent begins that has so many bytes; they are no longer free. None where none has."""
+        """Return where the smallest extent begins that has so many bytes, which are no longer free; None where none has."""
         at = bisect_left(self._sizes, (nbytes, 0))
         if at == len(self._sizes):
             return None
@@ -83,14 +83,14 @@ class FreeSpace:
         return start
 
     def pop_smallest(self) -> tuple[int, int]:
-        """The start and the bytes of the smallest extent, which is no longer free."""
+        """Return the start and the bytes of the smallest extent, which is no longer free."""
         nbytes, start = self._sizes[0]
         self._cut(start)
         self.nbytes -= nbytes
         return start, nbytes
 
     def remove(self, start: int, nbytes: int) -> bool:
-        """Whether this very extent was there, undivided; it is gone then."""
+        """Remove an extent. Returns whether this very one was there, undivided."""
         if self._ends.get(start) != start + nbytes:
             return False
         self._cut(start)
@@ -122,13 +122,13 @@ class Pool:
         return self._kept.nbytes
 
     def keep_within(self, budget: HasImages) -> None:
-        """From now on memory is kept for the room that this budget has, too, as long as it lives."""
+        """Keep memory for the room that this budget has, too, as long as it lives."""
         with self._lock:
             self._budgets.add(budget)
         self._settle()
 
     def take(self, nbytes: int) -> np.ndarray | None:
-        """Memory for an image. None where the system has none."""
+        """Return memory for an image; None where the system has none."""
         size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         with self._lock:
             self._keep_left()
@@ -148,7 +148,7 @@ class Pool:
         return buffer.view(np.ndarray)
 
     def put(self, extent: Extent) -> None:
-        """The image that had this memory is gone."""
+        """Take memory back: the image that had it is gone."""
         self._left.append(extent)
         self._settle()
 
@@ -174,7 +174,7 @@ class Pool:
                 self._lock.release()
 
     def _allowed(self) -> int:
-        """Bytes that may be kept."""
+        """Return the bytes that may be kept."""
         limit = taken = 0
         for budget in self._budgets:
             now = budget.for_images()
@@ -225,7 +225,7 @@ _pool = Pool()
 
 
 def _begin_anew() -> None:
-    """In a forked child: the lock may be held by a thread that stayed behind."""
+    """Begin anew in a forked child: the lock may be held by a thread that stayed behind."""
     global _pool
     _pool = Pool()
 
@@ -234,7 +234,7 @@ os.register_at_fork(after_in_child=_begin_anew)
 
 
 def take(nbytes: int) -> np.ndarray:
-    """`nbytes` of memory (uint8, not zeroed) for an image. It is free again when its last view is gone."""
+    """Return `nbytes` of memory (uint8, not zeroed) for an image. It is free again when its last view is gone."""
     memory = _pool.take(nbytes) if enabled and nbytes >= LEAST else None
     return memory if memory is not None else np.empty(nbytes, np.uint8)
 
@@ -245,7 +245,7 @@ def keep_within(budget: HasImages) -> None:
 
 
 def kept_bytes() -> int:
-    """Bytes that are kept for images to come."""
+    """Return the bytes that are kept for images to come."""
     return _pool.kept_bytes
 
 

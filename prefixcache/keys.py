@@ -25,7 +25,7 @@ Tokens = Sequence[int] | np.ndarray
 
 
 def chunks(first: int, last: int, step: int = 2048) -> Iterator[tuple[int, int]]:
-    """The chunks of a prefill: pairs (first, last), `last` not included, of at most `step` tokens.
+    """Yield the chunks of a prefill: pairs (first, last), `last` not included, of at most `step` tokens.
 
     Each ends where a block of 256 tokens does, if it can: then `PrefixCache.store(write_back=True)` after each leaves whole
     blocks in the prompt cache as a fetch gives them. The last one ends at `last`. With `step=256` a block is always
@@ -40,7 +40,7 @@ def chunks(first: int, last: int, step: int = 2048) -> Iterator[tuple[int, int]]
 
 
 def as_tokens(tokens: Any) -> np.ndarray:
-    """Tokens as a contiguous one-dimensional little-endian int64 array; an array of that form is taken as it is.
+    """Return tokens as a contiguous one-dimensional little-endian int64 array; an array of that form is taken as it is.
 
     Takes a list, tuple or range of ints, or a one-dimensional integer array of NumPy or MLX. Negative ids are valid
     (mlx-lm gives the patches of an image one). Raises TypeError for what is not a sequence of integers (booleans and
@@ -81,7 +81,7 @@ def _from_array(tokens: np.ndarray) -> np.ndarray:
 
 
 def chain(parent: bytes, tokens: bytes) -> bytes:
-    """The key of `tokens` (raw int64 bytes) that follow the block whose key is `parent`: SHA-256 of both.
+    """Return the key of `tokens` (raw int64 bytes) that follow the block whose key is `parent`: SHA-256 of both.
 
     In two parts, each below the 2,048 bytes from which on hashlib gives up the interpreter's lock: beside a busy thread, to
     get it back takes a hundred times as long as to hash a block.
@@ -92,7 +92,9 @@ def chain(parent: bytes, tokens: bytes) -> bytes:
 
 
 def as_model(model: Any) -> str:
-    """A model's name, checked: TypeError unless a str, ValueError when empty or longer than 512 bytes as UTF-8."""
+    """Return a model's name. Raise TypeError unless it is a str, ValueError when it is empty or longer than 512 bytes as
+    UTF-8.
+    """
     if not isinstance(model, str):
         raise TypeError(f"model of type {type(model).__name__}: pass the model's name as a str")
     try:
@@ -105,19 +107,19 @@ def as_model(model: Any) -> str:
 
 
 def as_salt(salt: Any) -> bytes:
-    """A tenant's secret, checked: TypeError unless bytes. Any length; it is hashed before use and kept nowhere."""
+    """Return a tenant's secret. Raise TypeError unless it is bytes, of any length. It is hashed, and kept nowhere."""
     if not isinstance(salt, (bytes, bytearray)):
         raise TypeError(f"salt of type {type(salt).__name__}: pass bytes, such as tenant_id.encode()")
     return bytes(salt)
 
 
 def root_key(model: str, codec: dict[str, Any], layout: dict[str, Any], salt: bytes) -> bytes:
-    """The root key of a namespace: BLAKE2b over its identity as canonical JSON, keyed with a hash of the salt."""
+    """Return the root key of a namespace: BLAKE2b over its identity as canonical JSON, keyed with a hash of the salt."""
     identity = canonical({"model": model, "codec": codec, "layout": layout, "block": BLOCK})
     secret = hashlib.blake2b(salt, person=b"prefixcache.salt").digest()
     return hashlib.blake2b(identity.encode(), digest_size=KEY_BYTES, key=secret, person=b"prefixcache.root").digest()
 
 
 def canonical(value: Any) -> str:
-    """JSON with sorted keys and no spaces: equal values give equal text."""
+    """Return JSON with sorted keys and no spaces: equal values give equal text."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)

@@ -20,7 +20,7 @@ _GROUP = Path("/sys/fs/cgroup")
 
 
 def machine_memory() -> int:
-    """Bytes of memory that this process may use: the machine's, or its control group's limit when that is lower."""
+    """Return the bytes of memory that this process may use: the machine's, or its control group's where that is less."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for limit in (_GROUP / "memory.max", _GROUP / "memory" / "memory.limit_in_bytes"):
         try:
@@ -31,7 +31,7 @@ def machine_memory() -> int:
 
 
 def available_memory() -> int:
-    """Bytes that programs could take now without others being swapped out: the machine's, or what is left of this
+    """Return the bytes that programs could take now without others being swapped out: the machine's, or what is left of this
     process's control group (its file cache counted as free) when that is less.
     """
     available = int(psutil.virtual_memory().available)
@@ -49,7 +49,7 @@ def available_memory() -> int:
 
 
 def give_back() -> None:
-    """Have the allocator return freed memory to the system, where it would not by itself (glibc).
+    """Let the allocator return freed memory to the system, where it would not by itself (glibc).
 
     glibc serves ever larger blocks from its heap once one of their size was freed, and keeps them: after a gigabyte of
     images half of it, or all, stayed with the process. This takes some 50 ms a gigabyte; hold no lock.
@@ -64,8 +64,8 @@ def give_back() -> None:
 
 @contextmanager
 def collector_at_rest() -> Iterator[None]:
-    """Python's collector of cycles rests within the block: where much is made that lives on, it visits it again and again.
-    At the end what was made counts as old at once; else the next object that is made would have all of it visited.
+    """Let Python's collector of cycles rest within the block: what is made there and lives on, it would visit again and
+    again. At the end what was made counts as old at once; else the next object that is made would have all of it visited.
     Decision 0008 says why.
     """
     collecting = gc.isenabled()

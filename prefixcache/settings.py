@@ -33,9 +33,9 @@ def _auto_size(value: Any, info: ValidationInfo) -> Any:
 
 
 def ram_auto(memory: int, weights: int = 0) -> int:
-    """The RAM budget, in bytes, that ram="auto" is on a machine with `memory` bytes (on a Mac: of Metal's recommended working
-    set) where models of `weights` bytes are loaded: a quarter of the memory, or what the weights and an eighth of the memory,
-    for requests under way, leave of it, whichever is less; a 64th at least.
+    """Return the RAM budget, in bytes, that ram="auto" is on a machine with `memory` bytes (on a Mac: of Metal's recommended
+    working set) where models of `weights` bytes are loaded: a quarter of the memory, or what the weights and an eighth of the
+    memory, for requests under way, leave of it, whichever is less; a 64th at least.
     """
     return max(min(memory // 4, memory - memory // 8 - weights), memory // 64)
 
@@ -129,7 +129,7 @@ class Settings(BaseSettings):
 
     @classmethod
     def _no_other_variables(cls) -> None:
-        """A variable that is misspelt would be a setting that silently does nothing."""
+        """Raise ValueError for a variable that is misspelt: it would be a setting that silently does nothing."""
         known = {f"PREFIXCACHE_{name.upper()}" for name in (*cls.model_fields, "config", "admin_key")}
         for name in os.environ:
             if name.upper().startswith("PREFIXCACHE_") and name.upper() not in known:
@@ -153,7 +153,9 @@ class Settings(BaseSettings):
 
     @classmethod
     def from_toml(cls, path: str | Path, **values: Any) -> Settings:
-        """Settings from a TOML file; `values` and variables stand above it. FileNotFoundError when it isn't there."""
+        """Read settings from a TOML file; `values` and variables stand above it. Raises FileNotFoundError when it isn't
+        there.
+        """
         path = Path(path).expanduser()
         if not path.is_file():
             raise FileNotFoundError(f"{path}: no such file; give the path of a TOML file of settings")
@@ -237,17 +239,17 @@ class Settings(BaseSettings):
         super().__setattr__(name, hidden(name, value))  # they are frozen: all it does is to show the value in an error
 
     def ram_bytes(self, memory: int) -> int:
-        """The RAM budget on a machine with `memory` bytes (on a Mac: of Metal's recommended working set). It does not know of
-        weights: who has loaded a model gives `PrefixCache.resize` what `ram_auto` says, as `prefixcache serve` does.
+        """Return the RAM budget on a machine with `memory` bytes (on a Mac: of Metal's recommended working set). It does not
+        know of weights: who has loaded a model gives `PrefixCache.resize` what `ram_auto` says, as `prefixcache serve` does.
         """
         return ram_auto(memory) if self.ram == "auto" else self.ram
 
     def reserve_bytes(self, memory: int) -> int:
-        """What the machine, which has `memory` bytes, is to have free."""
+        """Return what the machine, which has `memory` bytes, is to have free."""
         return memory // 64 if self.memory_reserve == "auto" else self.memory_reserve
 
     def ssd_reserve_bytes(self, directory: Path) -> int:
-        """What is to stay free on the disk of the SSD's directory."""
+        """Return what is to stay free on the disk of the SSD's directory."""
         if self.ssd_reserve != "auto":
             return self.ssd_reserve
         return min(shutil.disk_usage(_existing(directory)).total // 20, 4 * 10**9)
@@ -257,13 +259,13 @@ class Settings(BaseSettings):
         return ram // QUEUE_SHARE if self.spill_queue == "auto" else self.spill_queue
 
     def idle_bytes(self, limit: int) -> int:
-        """What may be written in a day while nobody asks, to an SSD of this limit."""
+        """Return what may be written in a day while nobody asks, to an SSD of this limit."""
         if self.spill_idle == "auto":
             return max(limit // IDLE_SHARE, IDLE_LEAST) if self.spill_on_close else 0
         return self.spill_idle
 
     def ssd_bytes(self, directory: Path) -> int:
-        """The SSD limit. "auto" is half of what is free, with what the directory holds already counted as free."""
+        """Return the SSD limit. "auto" is half of what is free, with what the directory holds already counted as free."""
         if self.ssd != "auto":
             return self.ssd
         where = _existing(directory)
@@ -277,7 +279,7 @@ class Settings(BaseSettings):
 
 
 def hidden(name: Any, value: Any) -> Any:
-    """The value of the setting `name`; where it may hold a password, in a wrapper that errors show as asterisks."""
+    """Return the value of the setting `name`; where it may hold a password, in a wrapper that errors show as asterisks."""
     if name in Settings.model_fields and name != "remote" and not (isinstance(value, str) and "://" in value):
         return value
     if value is None or isinstance(value, Secret | SecretStr):
@@ -286,7 +288,7 @@ def hidden(name: Any, value: Any) -> Any:
 
 
 def _existing(path: Path) -> Path:
-    """The path, or the nearest folder above it that there is."""
+    """Return the path, or the nearest folder above it that there is."""
     while not path.exists():
         path = path.parent
     return path
@@ -314,6 +316,6 @@ def _toml(settings: type[BaseSettings], path: Path) -> TomlConfigSettingsSource:
 
 
 def _meant(name: str, known: Iterable[str]) -> str:
-    """The known name that `name` was probably meant to be, or all of them."""
+    """Return the known name that `name` was probably meant to be, or all of them."""
     near = get_close_matches(name, known := sorted(known), 1, 0.8)
     return near[0] if near else f"one of {', '.join(known)}"

@@ -30,14 +30,14 @@ class Ghosts:
         self._table = array("Q", bytes(8 * self.LEAST))
 
     def add(self, key: bytes, held: int) -> None:
-        """A key is evicted, and `held` stay."""
+        """Note that a key is evicted, and `held` stay."""
         self._fit(self._times * held)
         self._evictions += 1
         word = int.from_bytes(key[:8], "little")
         self._table[word % len(self._table)] = word >> 32 << 32 | self._evictions & 0xFFFFFFFF
 
     def take(self, key: bytes, held: int) -> bool:
-        """Whether a key was evicted not long ago. It is forgotten then."""
+        """Tell whether a key was evicted not long ago. It is forgotten then."""
         word = int.from_bytes(key[:8], "little")
         place = word % len(self._table)
         found = self._table[place]
@@ -86,7 +86,7 @@ class Adaptive:
 
     @property
     def share(self) -> float | None:
-        """Of the bytes, for what was asked for once; None for LRU."""
+        """Return the share of the bytes for what was asked for once; None for LRU."""
         return self._duel.best
 
     @property
@@ -110,7 +110,7 @@ class Adaptive:
             yield slot
 
     def candidates(self) -> Iterator[Slot]:
-        """Beside what can't be evicted, the bytes that are held now say which queue is first."""
+        """Yield what was demoted, then the queue that the bytes held now put first, then the other."""
         yield from self._demoted.candidates()
         if self.share is None:
             yield from merge(self._once.candidates(), self._again.candidates(), key=rank)
@@ -175,7 +175,7 @@ class Adaptive:
             self._duel.request([slot.key for slot in slots], self._held)
 
     def _is_second_use(self, slot: Slot, ended: bool) -> bool:
-        """Whether this is one more use than the one before: a fetch and the end of the same request are one."""
+        """Tell whether this is one more use than the one before: a fetch and the end of the same request are one."""
         state = self._states.get(slot, self.SEEN)
         return state == self.SEEN or (state == self.FETCHED and not ended)
 
@@ -246,7 +246,7 @@ class Adaptive:
         return self._asked_again.pop(slot)
 
     def check_integrity(self) -> None:
-        """AssertionError when an invariant of the order does not hold."""
+        """Raise AssertionError when an invariant of the order does not hold."""
         for queue in self._queues:
             queue.check_integrity()
         demoted, once, again = map(set, self._queues)
@@ -262,7 +262,7 @@ class Adaptive:
 
 
 def _takes_more(once_bytes: int, again_bytes: int, share: float) -> bool:
-    """Whether what was asked for once takes more than its share, or is all there is."""
+    """Tell whether what was asked for once takes more than its share, or is all there is."""
     return once_bytes > share * (once_bytes + again_bytes) or not again_bytes
 
 
@@ -284,7 +284,7 @@ class Duel:
         self.best: float | None = None
 
     def request(self, keys: list[bytes], held: int) -> None:
-        """A request that asked for these, the tail first, and `held` slots in the tier."""
+        """Count a request that asked for these, the tail first, while the tier has `held` slots."""
         while held >> self._bits > self._most:
             self._bits += 1
             for shadow in self._shadows:
@@ -313,7 +313,7 @@ class _Shadow:
         self._ghosts = Ghosts(Adaptive.TIMES)
 
     def request(self, keys: list[bytes], room: int) -> int:
-        """How many of these, the tail first, were there. They are the newest then, and `room` stay."""
+        """Return how many of these, the tail first, were there. They are the newest then, and `room` stay."""
         once, again, hits, asked_again = self._once, self._again, 0, False
         for key in keys:
             if key in again:

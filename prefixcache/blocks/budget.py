@@ -45,7 +45,7 @@ class Budget:
 
     @property
     def room(self) -> int:
-        """Bytes that could be reserved now; below 0 while more is held than a lowered limit allows."""
+        """Return the bytes that could be reserved now; below 0 while more is held than a lowered limit allows."""
         with self._lock:
             return self.limit - self._images - self._nodes - self._reserved
 
@@ -55,7 +55,7 @@ class Budget:
 
     @property
     def queued(self) -> int:
-        """Bytes of images that wait for a tier below."""
+        """Return the bytes of images that wait for a tier below."""
         return self._queued
 
     def reserve(self, nbytes: int, *, pooled: bool = False) -> Reservation | None:
@@ -70,7 +70,7 @@ class Budget:
             return Pooled(self, nbytes) if pooled else Reservation(self, nbytes)
 
     def resize(self, limit: int) -> None:
-        """From now on nothing is reserved beyond `limit`."""
+        """Reserve nothing beyond `limit` from now on."""
         with self._lock:
             self.limit = limit
             self._settle()

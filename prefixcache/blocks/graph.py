@@ -282,7 +282,7 @@ class Graph:
         self._remove(slot)
 
     def release(self, kind: ImageKind, key: bytes) -> Slot | None:
-        """The write of a detached slot has ended: its bytes are free. None when there is none of this address."""
+        """Free the bytes of a detached slot whose write has ended, and return it; None when there is none of this address."""
         waiting = self.pending_delete.get((kind, key))
         if not waiting:
             return None

@@ -78,7 +78,7 @@ def _upto(tier: int) -> int:
 
 
 def _snapshots(walk: Walk, tier: int, depth: int) -> Iterator[tuple[int, Slot]]:
-    """Stored boundaries of snapshots on the walk, at or before `depth`, deepest first."""
+    """Yield the stored boundaries of snapshots on the walk, at or before `depth`, deepest first."""
     upto = _upto(tier)
     for parent in reversed([walk.tree.root, *walk.path]):
         if parent.snapshots and parent.end < depth:
@@ -114,8 +114,8 @@ def _first_hole(nodes: list[Node], tier: int, index: int, low: int, high: int) -
 
 
 def _window_rows(node: Node, tier: int, index: int, needed: int) -> Iterator[tuple[Slot, int, int]]:
-    """Window images that have some of the rows `needed` of a block (a bit a token), until none is missing: the image, how
-    many of the block's tokens it is good for, and the rows that it adds.
+    """Yield window images that have some of the rows `needed` of a block (a bit a token), until none is missing: the image,
+    how many of the block's tokens it is good for, and the rows that it adds.
 
     A row depends on the tokens up to its own and on nothing after: so images of siblings that begin with the same tokens
     are as good as the block's own. The block's come first, and those in RAM before the others.

@@ -52,7 +52,7 @@ class Lru:
                     self._slots[slot] = None
 
     def used(self, slots: list[Slot], ended: bool) -> None:
-        """When it was is all that counts, and `touch` has said it."""
+        """Do nothing: when it was is all that counts, and `touch` has said it."""
 
     def remove(self, slot: Slot) -> None:
         if slot in self._slots:
@@ -113,7 +113,7 @@ class Lru:
             self._drop_stale()
 
     def _drop_stale(self) -> None:
-        """Of slots that are no longer blocked, or deleted."""
+        """Take slots out of the heap that are no longer blocked, or deleted."""
         self._ready = [entry for entry in self._ready if self._blocked.get(entry[2]) == entry[0]]
         self._numbers = {number for number, _, _ in self._ready}
         heapify(self._ready)
@@ -122,7 +122,7 @@ class Lru:
         return (slot for slot, number in self._blocked.items() if number not in self._numbers)
 
     def less_recent(self, slot: Slot, spilled: Slot) -> Iterator[Slot]:
-        """By ticks; of one prompt the later blocks come first."""
+        """Yield slots by their ticks; of one prompt the later blocks come first."""
         limit = (min(slot.tick, spilled.tick), -slot.node.start)
         for other in self:
             if other is slot or other is spilled:

@@ -8,7 +8,7 @@ from prefixcache.keys import BLOCK, canonical, chain
 
 
 def mask_of(first: int, last: int) -> int:
-    """The bits of a block's tokens from `first` to `last` (not included); there are none outside the block."""
+    """Return the bits of a block's tokens from `first` to `last` (not included); there are none outside the block."""
     first, last = max(first, 0), min(last, BLOCK)
     return (1 << last) - (1 << first) if last > first else 0
 
@@ -26,7 +26,7 @@ def runs_of(mask: int) -> list[tuple[int, int]]:
 
 
 def held_mask(held: tuple[tuple[int, int], ...], start: int, keep: int, limit: int) -> int:
-    """Of the block that begins at `start`, the tokens in `held`, from token `keep` on and below `limit`."""
+    """Return the mask of the tokens in `held`, of the block that begins at `start`, from `keep` on and below `limit`."""
     mask = 0
     for a, b in held:
         mask |= mask_of(max(a, keep) - start, min(b, limit) - start)
@@ -39,7 +39,7 @@ def window_key(block: bytes, mask: tuple[int, ...]) -> bytes:
 
 
 def extra_of(mask: tuple[int, ...]) -> str:
-    """A window image's header field: the ranges of tokens that each window has, within the block."""
+    """Return a window image's header field: the ranges of tokens that each window has, within the block."""
     return canonical({"ranges": [[list(run) for run in runs_of(m)] for m in mask]})
 
 

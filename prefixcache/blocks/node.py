@@ -91,7 +91,7 @@ class Slot:
 
     @property
     def end(self) -> int:
-        """The boundary that a snapshot serves; the end of the block otherwise."""
+        """Return the boundary that a snapshot serves; the end of the block otherwise."""
         return self.node.end + len(self.suffix) // TOKEN_BYTES
 
     def is_in(self, tier: int) -> bool:
@@ -99,7 +99,7 @@ class Slot:
 
 
 def rank(slot: Slot) -> tuple[int, int, int]:
-    """By what slots are sorted for eviction: by their last use; of one use the deeper first."""
+    """Return what slots are sorted by for eviction: their last use; of one use the deeper first."""
     node, kind = slot.node, slot.kind
     return slot.tick, -(node.end if kind == SNAPSHOT else node.start), _EVICTION_RANK[kind]
 
@@ -148,12 +148,12 @@ class Node:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it has as many tokens as a block can have; else it is a tail."""
+        """Tell whether it has as many tokens as a block can have; else it is a tail."""
         return len(self.tokens) == BLOCK_BYTES
 
     @property
     def slots(self) -> Iterator[Slot]:
-        """Its window and snapshot images, then its rows."""
+        """Yield its window and snapshot images, then its rows."""
         yield from self.windows
         yield from self.snapshots.values()
         if self.rows is not None:

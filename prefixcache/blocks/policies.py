@@ -23,52 +23,52 @@ class Order(Protocol):
     def __contains__(self, slot: object, /) -> bool: ...
 
     def add(self, slot: Slot, /) -> None:
-        """A new slot: for now among the most recent."""
+        """Take in a new slot: for now it is among the most recent."""
 
     def touch(self, slots: Iterable[Slot], /) -> None:
-        """Those of these that are here become the newest, one after the other. Any number of times by one request; `used`
-        counts.
-        """
+        """Make those of these that are here the newest, one after the other. A request may do so often; `used` counts."""
 
     def used(self, slots: list[Slot], ended: bool, /) -> None:
-        """A fetch used these, the tail first, or (`ended`) a request ended that used or brought them. Not all are here."""
+        """Note that a fetch used these, the tail first, or (`ended`) that a request ended which used or brought them. Not all
+        are here.
+        """
 
     def remove(self, slot: Slot, /) -> None:
-        """It was here, and is deleted."""
+        """Delete a slot that is here."""
 
     def aside(self, slot: Slot, /) -> None:
-        """It can't be evicted until it is taken `back`, or `forget` is called."""
+        """Put a slot aside: it can't be evicted until it is taken `back`, or `forget` is called."""
 
     def back(self, slot: Slot, used: bool, /) -> None:
-        """It was aside, and was `used` meanwhile or not: if not, it is evicted first."""
+        """Take a slot back that was aside, and was `used` meanwhile or not: if not, it is evicted first."""
 
     def forget(self, slot: Slot, /) -> None:
-        """It is deleted, and may have been here, aside, or neither."""
+        """Delete a slot that is here, aside, or neither."""
 
     def demote(self, slot: Slot, /) -> None:
-        """It is evicted next, unless it is touched before."""
+        """Let a slot be evicted next, unless it is touched before."""
 
     def rebuild(self, least_recent_first: Iterable[Slot], /) -> None:
-        """Only these from now on, the least recently used first; used so often as their `hits` say."""
+        """Have only these from now on, the least recently used first; used so often as their `hits` say."""
 
     def less_recent(self, slot: Slot, spilled: Slot, /) -> Iterator[Slot]:
-        """Those that come before both, in the order of eviction: what may be evicted to make room for `slot`, which `spilled`
-        depends on, or is.
+        """Yield those that come before both, in the order of eviction: what may be evicted to make room for `slot`, which
+        `spilled` depends on, or is.
         """
 
     def candidates(self) -> Iterator[Slot]:
-        """Who may be evicted, in the order of eviction. One that is passed over can't be: it isn't given again before
+        """Yield who may be evicted, in the order of eviction. One that is passed over can't be: it isn't given again before
         `unblock` is called for it.
         """
 
     def unblock(self, slot: Slot, /) -> None:
-        """It may be evicted now. It need not be here. Called for a slot that is `blocked`."""
+        """Give a slot as a candidate again. It need not be here. Called for a slot that is `blocked`."""
 
     def waiting(self) -> Iterator[Slot]:
-        """Those that are not given as candidates before they are unblocked."""
+        """Yield those that are not given as candidates before they are unblocked."""
 
     def check_integrity(self) -> None:
-        """AssertionError when an invariant of the order does not hold."""
+        """Raise AssertionError when an invariant of the order does not hold."""
 
 
 class Policy(NamedTuple):
@@ -82,7 +82,7 @@ class Policy(NamedTuple):
     most_fixed: int = 0
 
     def fixed(self, limit: int) -> int:
-        """Bytes for a tier's order where the budget is `limit`: a 32nd of it at most."""
+        """Return the bytes for a tier's order where the budget is `limit`: a 32nd of it at most."""
         return min(self.most_fixed, limit // 32)
 
 

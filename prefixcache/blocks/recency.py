@@ -66,7 +66,7 @@ class Recency:
             order.used(slots, True)
 
     def sort_below_ram(self, slots: Iterable[Slot]) -> None:
-        """After all of these were placed in any order: sort by their ticks, at equal ticks the deeper first."""
+        """Sort all of these, which were placed in any order, by their ticks; at equal ticks the deeper come first."""
         least_recent_first = sorted(slots, key=rank)
         for order in self.orders[1:]:
             order.rebuild(least_recent_first)

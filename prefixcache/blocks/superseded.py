@@ -38,8 +38,8 @@ def may_be_superseded(node: Node) -> bool:
 
 
 def successions(node: Node) -> Iterator[tuple[Slot, Node]]:
-    """Slots that a block may have taken the place of, or given it to, windows before rows, and the successor of each: to
-    be judged by `is_superseded`.
+    """Yield slots that a block may have taken the place of, or given it to, windows before rows, and the successor of each.
+    `is_superseded` judges them.
     """
     pairs = [(node, node)] if len(node.windows) > 1 else []
     if node.parent is not None and len(node.parent.children) > 1:
@@ -52,7 +52,7 @@ def successions(node: Node) -> Iterator[tuple[Slot, Node]]:
 
 
 def superseded_tails(node: Node) -> list[Node]:
-    """Siblings whose tokens are a proper prefix of `node`'s."""
+    """Return the siblings whose tokens are a proper prefix of `node`'s."""
     parent, tails, tokens = node.parent, [], node.tokens
     assert parent is not None
     i = bisect_left(parent.child_tokens, tokens) - 1
@@ -69,7 +69,7 @@ def superseded_tails(node: Node) -> list[Node]:
 
 
 def successors(node: Node) -> list[Node]:
-    """Siblings whose tokens go on where `node`'s, a tail's, end: the first `NEARBY` of them."""
+    """Return the siblings whose tokens go on where `node`'s, a tail's, end: the first `NEARBY` of them."""
     parent, longer = node.parent, []
     assert parent is not None
     i = bisect_right(parent.child_tokens, node.tokens)

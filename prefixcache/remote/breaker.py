@@ -45,7 +45,7 @@ class Breaker:
             return True
 
     def probe_in(self) -> float | None:
-        """Seconds until a probe is due; None while it is closed."""
+        """Return the seconds until a probe is due; None while it is closed."""
         with self._lock:
             return None if self._probe_at is None else max(self._probe_at - self._clock(), 0.0)
 

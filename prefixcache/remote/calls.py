@@ -45,12 +45,14 @@ class EngineCalls:
 
     @property
     def takes_writes(self) -> bool:
-        """Whether images may be sent: neither reading nor writing has failed. To send, it is asked first what it has."""
+        """Tell whether images may be sent: neither reading nor writing has failed. To send, it is asked first what it has."""
         return self.writing.closed and self.reading.closed
 
     @property
     def believed_since(self) -> float:
-        """What the engine had before this time, by time.monotonic(), it may have lost: it failed since, or was emptied."""
+        """Return the time, by time.monotonic(), before which the engine may have lost what it had: it failed since, or was
+        emptied.
+        """
         return max(self.reading.closed_at, self._lost_at)
 
     def note_loss(self, since: float) -> None:

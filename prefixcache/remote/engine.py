@@ -35,8 +35,8 @@ class Engine(Protocol):
     """How many names `sizes` asks for in one round trip; more take several."""
 
     def sizes(self, names: Sequence[str]) -> list[int | None]:
-        """The bytes under each name, None where there are none. What is there becomes the most recently used, where the
-        engine evicts by use.
+        """Return the bytes under each name, None where there are none. What is there becomes the most recently used, where
+        the engine evicts by use.
         """
 
     def get(self, name: str, size: int | None, accept: Callable[[int], Sink | None]) -> bool:
@@ -51,13 +51,15 @@ class Engine(Protocol):
         """Put bytes under a name, all of them or none. An engine that is full refuses. `listed`: `names_under` gives it."""
 
     def keep_listed(self, names: Sequence[str]) -> None:
-        """These names, which are there, are to be given by `names_under`: an engine may have evicted the list alone."""
+        """Let `names_under` give these names, which are there: an engine may have evicted the list alone."""
 
     def names_under(self, folder: str) -> list[str]:
-        """The names that were put `listed` and are `folder`, a `/` and one part more. 1000 of them at most."""
+        """Return the names that were put `listed` and are `folder`, a `/` and one part more. 1000 of them at most."""
 
     def about(self) -> dict[str, str]:
-        """What an operator should know, by the engine's own terms: its kind and version, and how it evicts, if it tells."""
+        """Return what an operator should know, by the engine's own terms: its kind and version, and how it evicts, if it
+        tells.
+        """
 
     def close(self) -> None:
         """Let go of connections. Calls under way end with EngineError."""

@@ -54,8 +54,8 @@ class ObjectStore:
         ca_file: Path | None = None,
         **config: str | bool,
     ):
-        """`url` as obstore takes it, `config` more of its settings. ValueError where these make no store, and in a fork of a
-        process that has made one: obstore's threads are not in it, so its calls would wait for ever.
+        """Take `url` as obstore does, and `config` as more of its settings. Raises ValueError where these make no store, and
+        in a fork of a process that has made one: obstore's threads are not in it, so its calls would wait for ever.
         """
         if _made_in.setdefault("pid", os.getpid()) != os.getpid():
             raise ValueError(
@@ -94,7 +94,7 @@ class ObjectStore:
 
     @property
     def _store(self) -> Any:
-        """obstore's. A folder's is made once the folder is there: its share may be mounted later."""
+        """Return obstore's store. A folder's is made once the folder is there: its share may be mounted later."""
         if self._made is None:
             self._check_folder()
             self._made = obstore.store.LocalStore(self._folder)
@@ -131,7 +131,7 @@ class ObjectStore:
         return True
 
     def _read_file(self, name: str, accept: Callable[[int], Sink | None]) -> bool:
-        """obstore would copy it once more."""
+        """Read a file without obstore, which would copy it once more."""
         with self._errors():
             try:  # a FIFO is not waited for
                 fd = os.open(os.path.join(self._folder or "", name), os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
@@ -160,7 +160,7 @@ class ObjectStore:
             obstore.put(self._store, name, memoryview(data).cast("B"), use_multipart=False)
 
     def keep_listed(self, names: Sequence[str]) -> None:
-        """The store lists what it has."""
+        """Do nothing: the store lists what it has."""
 
     def names_under(self, folder: str) -> list[str]:
         with self._errors():
@@ -170,12 +170,12 @@ class ObjectStore:
         return {"engine": self.kind}
 
     def close(self) -> None:
-        """No more calls are taken. Those under way end by their timeout at the latest: obstore can't cancel one."""
+        """Take no more calls. Those under way end by their timeout at the latest: obstore can't cancel one."""
         self._closed = True
         self._pool.close()
 
     def _list(self, folder: str) -> list[str]:
-        """Several requests where there are several pages, so the pool runs it: there is a time for all of them."""
+        """List a folder. Several pages are several requests, so the pool runs it: there is one time for all of them."""
         if self._folder is not None:
             pages = iter([obstore.list_with_delimiter(self._store, folder)["objects"]])
         else:
@@ -197,12 +197,14 @@ class ObjectStore:
         return nbytes or None
 
     def _check_folder(self) -> None:
-        """What is missing in a folder that is gone is not known to be missing."""
+        """Raise EngineError where the folder is gone: what is missing in it is not known to be missing."""
         if self._folder is not None and not os.path.isdir(self._folder):
             raise EngineError("no such folder; mount it, or make it")
 
     def _make_folder(self, folder: str) -> None:
-        """With those between it and the engine's own, which is never made; the owner's alone, whatever the umask."""
+        """Make a folder, and those between it and the engine's own, which is never made. They are the owner's alone, whatever
+        the umask.
+        """
         if not os.path.isdir(folder):
             if folder == self._folder:
                 self._check_folder()
@@ -250,7 +252,7 @@ def _engine_error(error: Exception) -> EngineError:
 
 
 def _reason(error: Exception) -> str:
-    """The class of the problem. Of obstore's text only numbers and words that it or the store has from a fixed list."""
+    """Return the class of the problem. It has only numbers and fixed words of obstore's text."""
     text = str(error)
     if _NO_BUCKET.search(text):
         return "no such bucket"
@@ -281,7 +283,7 @@ def _reason(error: Exception) -> str:
 
 
 def _refusal(text: str) -> tuple[str | None, str | None]:
-    """HTTP's status and the store's word for it, where there are some."""
+    """Return HTTP's status and the store's word for it, where there are some."""
     status = re.search(r"\bstatus: (\d{3})\b", text) or re.search(r"status code: (\d{3})\b", text)
     code = re.search(r"<Code>([A-Za-z]{3,40})</Code>", text)
     return status and status[1], code and code[1]

@@ -94,8 +94,8 @@ class RemotePromotion:
         self.at_once = client.engine.names_at_once
 
     def run(self) -> Callable[[], None] | None:
-        """EngineError where the engine could not be asked. What this gives is to be called with nobody waiting: it measures
-        how quick reading is, after it was not worth it.
+        """Read what is worth it. Returns a call to be made with nobody waiting, where reading was not worth it: it measures
+        how quick reading is. Raises EngineError where the engine could not be asked.
         """
         boundary, wanted = search(self._gap, self)
         if not wanted:
@@ -222,16 +222,16 @@ class RemotePromotion:
         return image
 
     def _size_limit(self, wanted: SoughtImage) -> int:
-        """Bytes beyond which no image of ours is: nothing is evicted for what somebody left under its name. Codes take less
-        than rows in fp16; of a recurrent state only the budget tells.
+        """Return the bytes beyond which no image of ours is: nothing is evicted for what somebody left under its name. Codes
+        take less than rows in fp16; of a recurrent state only the budget tells.
         """
         if wanted.kind == SNAPSHOT:
             return self._storage.budget.limit // SNAPSHOT_BUDGET_SHARE
         return MAX_IMAGE_FACTOR * self._namespace.plan.fp16_bytes(BLOCK) + HEADER_LIMIT
 
     def _await(self, read: _RemoteRead, under_way: int, began: float) -> Image | None:
-        """The image, if it comes before computing would be quicker, and about as soon as it should. `began`: the reading of
-        what is `under_way` with it, in bytes.
+        """Return the image, if it comes before computing would be quicker, and about as soon as it should. `began`: the
+        reading of what is `under_way` with it, in bytes.
         """
         timeout = self._min_timeout + TIMEOUT_FACTOR * self._client.speed.expected(under_way)
         try:

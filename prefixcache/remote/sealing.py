@@ -47,7 +47,7 @@ class FleetKey:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str], setting: str = "remote_key_file", warn: bool = True) -> FleetKey:
-        """From a file of 64 hex digits, or of 32 bytes. ValueError names the setting, the file and the remedy.
+        """Read a key from a file of 64 hex digits, or of 32 bytes. ValueError names the setting, the file and the remedy.
 
         `warn`: of a file that others may read.
         """
@@ -72,7 +72,7 @@ class FleetKey:
         return cls(content if len(content) == KEY_BYTES else bytes.fromhex(text.decode()))
 
     def derive(self, person: bytes) -> bytes:
-        """A key for one purpose, which tells nothing about the others. `person`: at most 16 bytes."""
+        """Return a key for one purpose, which tells nothing about the others. `person`: at most 16 bytes."""
         return hashlib.blake2b(key=self._secret, digest_size=KEY_BYTES, person=person).digest()
 
 
@@ -86,10 +86,10 @@ class Seal(Protocol):
     """Tell whether nobody without the key can read what is sealed, or seal."""
 
     def opaque(self, part: bytes) -> str:
-        """How a part of a name stands in it, in hex digits."""
+        """Return how a part of a name stands in it, in hex digits."""
 
     def seal(self, name: str, data: np.ndarray, memory: np.ndarray | None = None) -> np.ndarray:
-        """The bytes (uint8) to keep under a name. They may stand in `memory` (uint8), which is large enough."""
+        """Return the bytes (uint8) to keep under a name. They may stand in `memory` (uint8), which is large enough."""
 
     def unseal(self, name: str, nbytes: int) -> Unsealing:
         """Begin to unseal the `nbytes` that are kept under a name."""
@@ -99,11 +99,13 @@ class Unsealing(Protocol):
     """Sealed bytes on their way in: each piece is unsealed as it comes, while the next is on its way."""
 
     def take(self, piece: memoryview) -> memoryview:
-        """The next bytes: those that were sealed, as far as this piece has them. Not to be believed before `finish`."""
+        """Take the next bytes, and return those that were sealed, as far as this piece has them. Not to be believed before
+        `finish`.
+        """
 
     def finish(self) -> np.ndarray:
-        """The bytes (uint8) that were sealed, in memory of their own that begins at a multiple of 64. NotSealed for what
-        another key has sealed, what was sealed for another name, and anything else.
+        """Return the bytes (uint8) that were sealed, in memory of their own that begins at a multiple of 64. Raise NotSealed
+        for what another key has sealed, what was sealed for another name, and anything else.
         """
 
 
@@ -113,7 +115,7 @@ class KeySeal:
     overhead, is_secret = OVERHEAD, True
 
     def __init__(self, key: FleetKey):
-        """ValueError where the package `cryptography` is missing."""
+        """Raise ValueError where the package `cryptography` is missing."""
         try:
             from cryptography.exceptions import InvalidTag
             from cryptography.hazmat.primitives.ciphers import Cipher
@@ -216,25 +218,25 @@ def _aligned(nbytes: int) -> np.ndarray:
 
 
 def image_name(seal: Seal, root: bytes, kind: ImageKind, key: bytes, parent: bytes) -> str:
-    """Where an image is kept: `v1/<root>/<kind>/<key>`. Snapshots stand together below the key of their parent: a prompt
-    doesn't tell where they end.
+    """Return where an image is kept: `v1/<root>/<kind>/<key>`. Snapshots stand together below the key of their parent: a
+    prompt doesn't tell where they end.
     """
     folder = snapshot_folder(seal, root, parent) if kind == SNAPSHOT else _folder(seal, root, kind)
     return f"{folder}/{seal.opaque(key)}"
 
 
 def snapshot_folder(seal: Seal, root: bytes, parent: bytes) -> str:
-    """Where the snapshots behind a block are kept, by its key."""
+    """Return where the snapshots behind a block are kept, by its key."""
     return f"{_folder(seal, root, SNAPSHOT)}/{seal.opaque(parent)}"
 
 
 def layouts_folder(seal: Seal, model: str, codec: str) -> str:
-    """Where the layouts of a model with a codec (JSON) are kept."""
+    """Return where the layouts of a model with a codec (JSON) are kept."""
     return f"{VERSION}/layouts/{seal.opaque(_digest(canonical([model, codec]).encode()))}"
 
 
 def layout_id(seal: Seal, layout: bytes) -> str:
-    """The last part of the name of a layout (JSON as UTF-8)."""
+    """Return the last part of the name of a layout (JSON as UTF-8)."""
     return seal.opaque(_digest(layout))
 
 

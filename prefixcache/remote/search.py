@@ -52,11 +52,11 @@ class Gap(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """The tokens that can be gained."""
+        """Return the tokens that can be gained."""
         return self.limit - self.boundary
 
     def parent(self, block: int) -> bytes:
-        """The key before a block."""
+        """Return the key before a block."""
         return self.keys[block - 1] if block else self.root
 
     def rows(self, block: int) -> SoughtImage:
@@ -76,22 +76,22 @@ class Asking(Protocol):
     """How many images one round trip may ask for."""
 
     def sizes(self, wanted: Sequence[SoughtImage]) -> list[int | None]:
-        """The bytes of each that is there."""
+        """Return the bytes of each that is there."""
 
     def snapshots(self, parents: Sequence[bytes]) -> list[set[str]]:
-        """What `snapshot_id` gives of the snapshots behind each of the blocks with these keys."""
+        """Return what `snapshot_id` gives of the snapshots behind each of the blocks with these keys."""
 
     def snapshot_id(self, key: bytes) -> str: ...
 
 
 def whole_mask(windows: tuple[Window, ...], start: int) -> tuple[int, ...]:
-    """The mask of a window image that has all rows of the block at `start`."""
+    """Return the mask of a window image that has all rows of the block at `start`."""
     return tuple(held_mask(((0, start + BLOCK),), start, window.keep, start + BLOCK) for window in windows)
 
 
 def search(gap: Gap, asking: Asking) -> tuple[int, list[SoughtImage]]:
-    """The deepest boundary that can be reached with images that are there, and these, in the order to take them in. The
-    boundary that this machine has, and nothing, where nothing deeper is.
+    """Return the deepest boundary that can be reached with images that are there, and these, in the order to take them in.
+    The boundary that this machine has, and nothing, where nothing deeper is.
     """
     rows = [gap.rows(block) for block in range(gap.known, len(gap.keys))]
     there = [one._replace(size=size) for one, size in zip(rows, leading(rows, asking), strict=False)]
@@ -102,9 +102,9 @@ def search(gap: Gap, asking: Asking) -> tuple[int, list[SoughtImage]]:
 
 
 def leading(wanted: Sequence[SoughtImage], asking: Asking) -> list[int | None]:
-    """Of images that are of use in a row only: how many of the first are there, as their sizes, or None where it was not
-    asked for. Where one round trip can't ask for all: the first alone, since most often nothing is there; then at places
-    between what is there and what is not, until these meet.
+    """Find how many of the first images are there, where they are of use in a row only: return their sizes, or None where it
+    was not asked for. Where one round trip can't ask for all: the first alone, since most often nothing is there; then at
+    places between what is there and what is not, until these meet.
     """
     sizes: list[int | None] = [None] * len(wanted)
     first, last = 0, len(wanted)  # those before `first` are there, as far as was asked; that at `last` is not
@@ -123,7 +123,7 @@ def leading(wanted: Sequence[SoughtImage], asking: Asking) -> list[int | None]:
 
 
 def _to_block(gap: Gap, asking: Asking, rows: list[SoughtImage], boundary: int) -> tuple[int, list[SoughtImage]]:
-    """With rows up to a boundary: the deepest boundary, no deeper, for which the windows are there, too."""
+    """Return the deepest boundary, no deeper than that which has rows, for which the windows are there, too."""
     asked: dict[int, int | None] = {}
     while boundary > gap.boundary:
         needed = sorted(_window_blocks(gap, boundary))
@@ -140,7 +140,7 @@ def _to_block(gap: Gap, asking: Asking, rows: list[SoughtImage], boundary: int) 
 
 
 def _window_blocks(gap: Gap, boundary: int) -> set[int]:
-    """The blocks whose windows a hit at `boundary` reads, and that are not here."""
+    """Return the blocks whose windows a hit at `boundary` reads, and that are not here."""
     return {
         block
         for window in gap.windows
@@ -150,7 +150,9 @@ def _window_blocks(gap: Gap, boundary: int) -> set[int]:
 
 
 def _to_snapshot(gap: Gap, asking: Asking, rows: list[SoughtImage], blocks: int) -> tuple[int, list[SoughtImage]]:
-    """With the rows of so many blocks: the deepest boundary that a snapshot serves, and whose rows and windows are there."""
+    """Return, with the rows of so many blocks, the deepest boundary that a snapshot serves, and whose rows and windows are
+    there.
+    """
     parents = range(blocks, max(blocks - SNAPSHOT_BLOCKS, gap.boundary // BLOCK - 1, -1), -1)
     for block, ids in zip(parents, asking.snapshots([gap.parent(block) for block in parents]), strict=True):
         for snapshot in _snapshots_of(gap, asking, block, ids):
@@ -174,7 +176,7 @@ def _to_snapshot(gap: Gap, asking: Asking, rows: list[SoughtImage], blocks: int)
 
 
 def _snapshots_of(gap: Gap, asking: Asking, block: int, ids: set[str]) -> list[SoughtImage]:
-    """Of the snapshots behind a block those that the prompt goes through, the deepest first."""
+    """Return those snapshots behind a block that the prompt goes through, the deepest first."""
     found: list[SoughtImage] = []
     parent, first = gap.parent(block), block * BLOCK * TOKEN_BYTES
     for end in range(min(gap.limit - block * BLOCK, BLOCK) if ids else 0, 0, -1):

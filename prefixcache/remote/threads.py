@@ -25,7 +25,7 @@ class DaemonThreads:
         self._closed = False
 
     def submit(self, call: Callable[..., Result], *arguments: Any) -> Future[Result]:
-        """RuntimeError when closed, or when no thread can be started any more."""
+        """Raise RuntimeError when closed, or when no thread can be started any more."""
         future: Future[Result] = Future()
         with self._wake:
             if self._closed:

@@ -57,13 +57,13 @@ class Layouts(Protocol):
     """
 
     def stated(self, model: str) -> tuple[str, str]:
-        """A model, and its codec as JSON."""
+        """Return a model, and its codec as JSON."""
 
     def layouts_of(self, model: str) -> Sequence[str]:
-        """The layouts (JSON) of this model that are known here."""
+        """Return the layouts (JSON) of this model that are known here."""
 
     def learn(self, model: str, layout: str, salt: bytes) -> None:
-        """A layout (JSON) of this model that another machine has. ValueError for one that can't be made here."""
+        """Learn a layout (JSON) of this model that another machine has. Raises ValueError for one that can't be made here."""
 
 
 class RemoteTier:
@@ -266,7 +266,7 @@ class RemoteTier:
         return prompt.namespaces()
 
     def _read_layout(self, name: str) -> bytes | None:
-        """On a thread of the client."""
+        """Read a layout, on a thread of the client."""
         with ExitStack() as reserved:
 
             def room(nbytes: int) -> bool:

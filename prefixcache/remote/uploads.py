@@ -56,7 +56,7 @@ class Uploads:
 
     @property
     def queued(self) -> int:
-        """Images that wait or are being sent."""
+        """Return how many images wait or are being sent."""
         with self._wake:
             return len(self._waiting) + self._sending
 
@@ -111,7 +111,7 @@ class Uploads:
     # -- the threads --------------------------------------------------------------------------------------------------
 
     def _run(self, probes: bool) -> None:
-        """Until it is closed: send what waits. One thread also looks at the engine's key first, and later whether an engine
+        """Send what waits, until it is closed. One thread also looks at the engine's key first, and later whether an engine
         that failed works again.
         """
         if probes:

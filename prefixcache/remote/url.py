@@ -37,7 +37,7 @@ class _EngineUrl(NamedTuple):
 
 
 def open_engine(url: str, *, timeout: float, connect_timeout: float, ca_file: Path | None) -> Engine:
-    """The engine that `url` names; nothing is connected to yet. Times in seconds: of a whole call, of its connecting.
+    """Return the engine that `url` names; nothing is connected to yet. Times in seconds: of a whole call, of its connecting.
 
     `ca_file`: certificates (PEM) to trust; with some, TLS is spoken on loopback, too. ValueError for a URL or file that makes
     no engine, ImportError for a package that is missing.
@@ -75,7 +75,7 @@ def open_engine(url: str, *, timeout: float, connect_timeout: float, ca_file: Pa
 
 
 def check_url(url: str, has_key: bool) -> None:
-    """ValueError for a URL that can't be an engine, or that may not be one without a key file."""
+    """Raise ValueError for a URL that can't be an engine, or that may not be one without a key file."""
     target = _parse(url)
     if not has_key and target.scheme != "file" and not target.loopback:
         raise _refused(
@@ -84,7 +84,7 @@ def check_url(url: str, has_key: bool) -> None:
 
 
 def _parse(url: str) -> _EngineUrl:
-    """What the URL says; ValueError when it is none that an engine can be made of."""
+    """Return what the URL says. Raise ValueError when it is none that an engine can be made of."""
     if not url:
         raise ValueError("remote='': empty; write it as valkey://HOST:6379 or s3://BUCKET/PREFIX, or leave it out")
     spaced = url.replace(" ", "") if url.startswith("file:") else url  # folders may have them
@@ -161,7 +161,7 @@ def _checked_bucket(url: str, parts: SplitResult, target: _EngineUrl) -> _Engine
 
 
 def _with_endpoint(url: str, target: _EngineUrl) -> _EngineUrl:
-    """Which server an S3 URL means, where it is not Amazon's."""
+    """Find which server an S3 URL means, where it is not Amazon's."""
     told = target.options.get("endpoint")
     forced = os.environ.get(_WINS)
     if told is not None and forced and forced != told:
@@ -211,8 +211,8 @@ def _check_certificates(ca_file: Path) -> None:
 
 
 def redacted(url: str) -> str:
-    """The URL without user, password and options: for logs, errors and statistics. Of one that may hold a password where none
-    belongs, only the scheme.
+    """Return the URL without user, password and options: for logs, errors and statistics. Of one that may hold a password
+    where none belongs, only the scheme.
     """
     try:
         parts = urlsplit(url)

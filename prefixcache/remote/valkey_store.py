@@ -98,7 +98,7 @@ class ValkeyStore:
         self._closed = False
 
     def sizes(self, names: Sequence[str]) -> list[int | None]:
-        """STRLEN counts as a use for LRU and LFU alike, except while the server forks to save."""
+        """Ask by STRLEN, which counts as a use for LRU and LFU alike, except while the server forks to save."""
         deadline = time.monotonic() + self._timeout
         found: list[int | None] = []
         for start in range(0, len(names), self.names_at_once):
@@ -107,7 +107,7 @@ class ValkeyStore:
         return found
 
     def get(self, name: str, size: int | None, accept: Callable[[int], Sink | None]) -> bool:
-        """False also when the value is no longer of the size that was accepted."""
+        """Return False also when the value is no longer of the size that was accepted."""
         deadline = time.monotonic() + self._timeout
         key = self._key(name)
         if size is None:
@@ -129,7 +129,7 @@ class ValkeyStore:
         self._call(commands, time.monotonic() + self._timeout, 32 * len(commands))
 
     def names_under(self, folder: str) -> list[str]:
-        """1000 by chance where there are more. Those that were evicted are taken off the list."""
+        """Return 1000 by chance where there are more. Those that were evicted are taken off the list."""
         deadline = time.monotonic() + self._timeout
         listed = self._list_of(folder)
         (answer,) = self._call([("SRANDMEMBER", listed, _LISTED)], deadline)
@@ -143,7 +143,7 @@ class ValkeyStore:
         return [member.decode("utf-8", "replace").removeprefix(self._prefix) for member in there]
 
     def about(self) -> dict[str, str]:
-        """A user who may not ask INFO learns nothing of its policy."""
+        """Ask INFO: a user who may not learns nothing of the policy."""
         commands, deadline = [("INFO", "server"), ("INFO", "memory")], time.monotonic() + self._timeout
 
         def ask(connection: _Connection) -> list[Any]:
@@ -175,7 +175,7 @@ class ValkeyStore:
         return self._prefix + name
 
     def _list_of(self, folder: str) -> str:
-        """The key of a folder's set; no name ends so."""
+        """Return the key of a folder's set; no name ends so."""
         return f"{self._prefix}{folder}/"
 
     def _lengths(self, keys: Sequence[str | bytes], deadline: float) -> list[int | None]:
@@ -183,13 +183,13 @@ class ValkeyStore:
         return [size if isinstance(size, int) and size > 0 else None for size in sizes]
 
     def _call(self, commands: Sequence[Command], deadline: float, limit: int = 0) -> list[Any]:
-        """The answers, all commands in one round trip. EngineError for the first that is an error, and for answers of many
-        more bytes than `limit`.
+        """Return the answers, all commands in one round trip. Raise EngineError for the first that is an error, and for
+        answers of many more bytes than `limit`.
         """
         return self._on_a_connection(lambda connection: connection.ask(commands, deadline, limit + _SLACK))
 
     def _on_a_connection(self, call: Callable[[_Connection], list[Any]]) -> list[Any]:
-        """What the call answers. EngineError for the first answer that is an error."""
+        """Return what the call answers. Raise EngineError for the first answer that is an error."""
         connection = self._take()
         try:
             answers = call(connection)
@@ -216,7 +216,7 @@ class ValkeyStore:
         return answers
 
     def _take(self) -> _Connection:
-        """The connection that was used last and still is one, or a new one, not connected yet."""
+        """Return the connection that was used last and still is one, or a new one, not connected yet."""
         while True:
             with self._lock:
                 if self._closed:
@@ -243,8 +243,8 @@ class _Connection(Connection):
         self._command_packer = PythonRespSerializer(self._buffer_cutoff, self.encoder.encode)
 
     def ask(self, commands: Sequence[Command], deadline: float, limit: int) -> list[Any]:
-        """An answer for each; where the server answers with an error, that. Raises when the connection is of no more use, and
-        when more than `limit` bytes come.
+        """Return an answer for each; where the server answers with an error, that. Raises when the connection is of no more
+        use, and when more than `limit` bytes come.
         """
         self._deadline, self._allowed = deadline, limit
         self.connect()
@@ -295,7 +295,9 @@ class _Connection(Connection):
         return True
 
     def is_quiet(self) -> bool:
-        """Whether it may be used: not connected yet, or open with nothing to read. An end of the stream can be read, too."""
+        """Tell whether it may be used: not connected yet, or open with nothing to read. An end of the stream can be read,
+        too.
+        """
         if self._sock is None:
             return True
         poll = select.poll()
@@ -303,7 +305,7 @@ class _Connection(Connection):
         return not poll.poll(0)
 
     def break_off(self) -> None:
-        """From any thread: a call that waits on this connection fails at once."""
+        """Let a call that waits on this connection fail at once. From any thread."""
         sock = self._sock
         if sock is not None:
             with suppress(OSError):
@@ -371,11 +373,11 @@ class _Socket:
             raise exceptions.InvalidResponse
 
     def settimeout(self, timeout: float | None) -> None:
-        """valkey-py's wishes are not followed: the deadline holds."""
+        """Do nothing: the deadline holds, whatever valkey-py wishes."""
 
 
 def _some(received: Received) -> Received:
-    """What a socket gave, or how much; ConnectionError at the end of the stream."""
+    """Return what a socket gave, or how much. Raise ConnectionError at the end of the stream."""
     if not received:
         raise exceptions.ConnectionError("the server closed the connection")
     return received
@@ -389,7 +391,7 @@ def _left(deadline: float) -> float:
 
 
 def _addresses(host: str, port: int, deadline: float) -> list[Any]:
-    """getaddrinfo, which waits as long as the system's resolver likes, until the deadline."""
+    """Do getaddrinfo, which waits as long as the system's resolver likes, until the deadline."""
     found: list[Any] = []
 
     def look_up() -> None:
@@ -409,7 +411,7 @@ def _addresses(host: str, port: int, deadline: float) -> list[Any]:
 
 
 def _why_lost(error: BaseException) -> str:
-    """The text of an EngineError for what a connection ended with."""
+    """Return the text of an EngineError for what a connection ended with."""
     if isinstance(error, exceptions.BusyLoadingError):
         return "refused: LOADING, it still loads its data"
     if isinstance(error, (exceptions.AuthenticationError, exceptions.NoPermissionError)):
@@ -435,7 +437,7 @@ def _why_lost(error: BaseException) -> str:
 
 
 def _refusal(error: Exception) -> EngineError:
-    """What an error that the server answered is here."""
+    """Return what an error that the server answered is here."""
     if isinstance(error, exceptions.OutOfMemoryError):
         return EngineError("full: it has reached its maxmemory, and evicts nothing")
     if isinstance(error, (exceptions.AuthenticationError, exceptions.NoPermissionError)):

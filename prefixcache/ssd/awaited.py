@@ -49,8 +49,8 @@ class AwaitedDisk(Periodic):
 
 
 def why_absent(directory: Path, fstab: Path = FSTAB) -> str:
-    """Why a directory is not there yet, in words that end with what to do; "" when it is there, or can be made at once. Below
-    the user's home folders are made as they are missing.
+    """Say why a directory is not there yet, in words that end with what to do; "" when it is there, or can be made at once.
+    Below the user's home folders are made as they are missing.
     """
     if _RANK.fullmatch(directory.name):  # the directory of the rank of a model, in the one that was named
         directory = directory.parent
@@ -71,7 +71,7 @@ def why_absent(directory: Path, fstab: Path = FSTAB) -> str:
 
 
 def _mount_points(fstab: Path) -> list[Path]:
-    """What the system mounts by itself or on demand, but for the disk that has all others."""
+    """Return what the system mounts by itself or on demand, but for the disk that has all others."""
     try:
         lines = [line.split() for line in fstab.read_text(errors="replace").splitlines()]
     except OSError:
@@ -81,7 +81,7 @@ def _mount_points(fstab: Path) -> list[Path]:
 
 
 def _is_empty_mount_point(directory: Path, area: Path, depth: int) -> bool:
-    """Whether a directory that is missing would be made in a folder in which a disk is to be mounted, or beside those."""
+    """Tell whether a missing directory would be made in a folder in which a disk is to be mounted, or beside such folders."""
     above = [folder for folder in directory.parents if folder == area or folder.is_relative_to(area)]
     if any(map(os.path.ismount, above[:-1])):
         return False

@@ -66,7 +66,7 @@ def clear(directory: str | os.PathLike[str], *, dry_run: bool = False, progress:
 
 
 def _clear_files(there: Directory, dry_run: bool, freed: int, progress: Progress | None) -> Cleared:
-    """What is there, deleted file by file unless `dry_run`."""
+    """Delete what is there, file by file, or only count it."""
     images, left = [], []
     for address, item in there.files():
         if address is None:

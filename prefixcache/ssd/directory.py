@@ -73,7 +73,7 @@ class Directory:
 
     @property
     def ours(self) -> bool:
-        """Whether it is a cache's: a LOCK that one has signed, an index with our tables, or a LOCK or index of any
+        """Tell whether it is a cache's: a LOCK that one has signed, an index with our tables, or a LOCK or index of any
         content beside images. Other programs have files of these names too, and what lies in tmp/ is deleted.
         """
         if _is_signed(self.lock) or _is_index(self.index):
@@ -82,12 +82,12 @@ class Directory:
 
     @property
     def proven(self) -> bool:
-        """Whether it is a cache's beyond doubt: a signed LOCK and an index with our tables."""
+        """Tell whether it is a cache's beyond doubt: a signed LOCK and an index with our tables."""
         return _is_signed(self.lock) and _is_index(self.index)
 
     @property
     def blank(self) -> bool:
-        """Whether nothing is here, or nothing that could be lost: an empty LOCK, empty folders of our names."""
+        """Tell whether nothing is here, or nothing that could be lost: an empty LOCK, empty folders of our names."""
         try:
             items = list(os.scandir(self.root))
         except FileNotFoundError:
@@ -103,7 +103,7 @@ class Directory:
         return any(address is not None for address, _ in self.files())
 
     def _matters(self, item: os.DirEntry[str]) -> bool:
-        """Whether a folder with this in it is not blank."""
+        """Tell whether a folder with this in it is not blank."""
         if item.name == LOCK:
             return not item.is_file(follow_symlinks=False) or not _is_begun(item.path)
         if item.name in _OURS:
@@ -111,7 +111,7 @@ class Directory:
         return not is_foreign(item.name)
 
     def require(self) -> None:
-        """DirectoryError unless it is there and a cache's: asked before anything is shown of it or changed in it."""
+        """Raise DirectoryError unless it is there and a cache's: asked before anything is shown of it or changed in it."""
         try:
             if not self.root.is_dir():
                 what = "not a directory" if os.path.lexists(self.root) else "no such directory"
@@ -174,7 +174,7 @@ class Directory:
         mark_as_cache(self.root)
 
     def files(self) -> Iterator[tuple[Address | None, os.DirEntry[str]]]:
-        """Everything inside the image folders but what `is_foreign`; None for a name that no image has."""
+        """Yield everything inside the image folders but what `is_foreign`; None for a name that no image has."""
         for folder, kind in _KINDS.items():
             for sub in own(self.root / folder):
                 if not _holds(sub):
@@ -186,19 +186,19 @@ class Directory:
                     yield ((kind, bytes.fromhex(item.name.removesuffix(SUFFIX))) if plain else None), item
 
     def strays(self) -> Iterator[os.DirEntry[str]]:
-        """The files in tmp/ that have a name of ours: debris, unless a writer is at work."""
+        """Yield the files in tmp/ that have a name of ours: debris, unless a writer is at work."""
         if not os.path.islink(self.tmp):
             for item in scan(self.tmp):
                 if _DEBRIS.fullmatch(item.name) and not item.is_dir(follow_symlinks=False):
                     yield item
 
     def links(self) -> Iterator[os.DirEntry[str]]:
-        """What stands where a two-digit folder should and leads elsewhere."""
+        """Yield what stands where a two-digit folder should and leads elsewhere."""
         for folder in _KINDS:
             yield from (sub for sub in own(self.root / folder) if sub.is_symlink())
 
     def names(self) -> dict[str, set[str]]:
-        """By kind, what is in its folder: of an image the key as hex digits, of what is none its whole name."""
+        """Return, by kind, what is in its folder: of an image the key as hex digits, of what is none its whole name."""
         found: dict[str, set[str]] = {
             kind: {i.name for i in own(self.root / folder) if not _holds(i)} for folder, kind in _KINDS.items()
         }
@@ -208,7 +208,7 @@ class Directory:
         return found
 
     def image_folders(self) -> dict[str, int]:
-        """Real bytes of every two-digit folder."""
+        """Return the real bytes of every two-digit folder."""
         return {
             sub.path: disk_of(sub.stat(follow_symlinks=False))
             for folder in _KINDS
@@ -217,7 +217,9 @@ class Directory:
         }
 
     def sync(self) -> None:
-        """fsync every folder and the root's name: a process that was killed may have left names that are not durable."""
+        """Make durable, by fsync, every folder and the root's name: a process that was killed may have left names that are
+        not durable.
+        """
         with suppress(PermissionError):  # the parent may be another user's
             sync_folder(self.root.parent)
         for folder in (str(self.root), *(f"{self.root}/{name}" for name in _OURS), *self.image_folders()):
@@ -225,11 +227,11 @@ class Directory:
                 sync_folder(folder)
 
     def size(self) -> int:
-        """Real bytes of the root and all below it that is ours."""
+        """Return the real bytes of the root and all below it that is ours."""
         return tree_size(self.root) + disk_at(self.root / TAG)
 
     def upper(self) -> int:
-        """Real bytes of the root and all in it, except the index's files and what lies inside our folders."""
+        """Return the real bytes of the root and all in it, except the index's files and what lies inside our folders."""
         total = disk_of(os.stat(self.root)) + disk_at(self.root / TAG)
         for item in own(self.root):
             if item.name.startswith(INDEX):
@@ -244,7 +246,7 @@ def identity_of(found: os.stat_result) -> tuple[int, int]:
 
 
 def require_plain(path: Path) -> None:
-    """DirectoryError for what is neither missing nor a file with this name alone: what is written here would be written
+    """Raise DirectoryError for what is neither missing nor a file with this name alone: what is written here would be written
     elsewhere, too, and a pipe would be waited for.
     """
     try:
@@ -262,7 +264,7 @@ def require_plain(path: Path) -> None:
 
 
 def identity_at(path: str | os.PathLike[str]) -> tuple[int, int] | None:
-    """Device and inode of what is at `path` now; None when nothing is."""
+    """Return the device and inode of what is at `path` now; None when nothing is."""
     try:
         return identity_of(os.stat(path, follow_symlinks=False))
     except OSError:
@@ -270,7 +272,7 @@ def identity_at(path: str | os.PathLike[str]) -> tuple[int, int] | None:
 
 
 def lock_text(lock: str | Path) -> bytes:
-    """What a LOCK begins with; nothing of what is no plain file."""
+    """Return what a LOCK begins with; nothing of what is no plain file."""
     fd = os.open(lock, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         return os.pread(fd, 1000, 0) if stat.S_ISREG(os.fstat(fd).st_mode) else b""
@@ -279,13 +281,13 @@ def lock_text(lock: str | Path) -> bytes:
 
 
 def _is_begun(lock: str) -> bool:
-    """Whether a LOCK says nothing, or what a crash leaves of a signature: its beginning, or NULs where it was to be."""
+    """Tell whether a LOCK says nothing, or what a crash leaves of a signature: its beginning, or NULs where it was to be."""
     text = lock_text(lock).rstrip(b"\0")
     return len(text) < 500 and text[:4] == b"pid "[: len(text)]
 
 
 def rank_folders(root: Path) -> dict[int, Path]:
-    """By rank, the directories below a root in which the ranks of one model have theirs, see `PrefixCache(group=)`."""
+    """Return, by rank, the folders below a root in which the ranks of one model have theirs: see `PrefixCache(group=)`."""
     try:
         folders = [item.name for item in os.scandir(root) if item.is_dir()]
     except OSError:
@@ -294,7 +296,7 @@ def rank_folders(root: Path) -> dict[int, Path]:
 
 
 def rank_folder(root: Path, rank: int) -> Path:
-    """Where a rank has its directory."""
+    """Return where a rank has its directory."""
     return root / f"rank-{rank}"
 
 
@@ -308,7 +310,7 @@ def _is_signed(lock: Path) -> bool:
 
 
 def _is_index(path: Path) -> bool:
-    """Whether it is an SQLite database with our tables. Leaves no trace, and asks for no lock."""
+    """Tell whether it is an SQLite database with our tables. Leaves no trace, and asks for no lock."""
     if not path.is_file():
         return False
     try:
@@ -323,7 +325,7 @@ def _is_index(path: Path) -> bool:
 
 
 def _set_attribute(path: Path, name: str, value: bytes) -> None:
-    """setxattr of macOS, which Python's os lacks there. What can't be set is left."""
+    """Call setxattr of macOS, which Python's os lacks there. What can't be set is left."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).setxattr(os.fsencode(path), name.encode(), value, len(value), 0, 0)
 
@@ -354,7 +356,7 @@ def _make_file(path: Path, content: bytes) -> None:
 
 
 def refusal(path: Path, error: OSError | sqlite3.Error) -> DirectoryError:
-    """An error about the directory or its index, as a text that says what to do."""
+    """Turn an error about the directory or its index into a text that says what to do."""
     if isinstance(error, sqlite3.Error):
         return DirectoryError(f"ssd_dir: {str(path)!r}: index: {error}: check the disk, its room and who else opens it")
     kept = f"user {os.geteuid()} may not read or write it; change its owner or mode, or name another directory"
@@ -371,7 +373,7 @@ def refusal(path: Path, error: OSError | sqlite3.Error) -> DirectoryError:
 
 
 def make_folder(path: str | os.PathLike[str]) -> bool:
-    """mkdir 0700, whatever the umask; False when it was there."""
+    """Make a folder, 0700 whatever the umask. Returns False when it was there."""
     try:
         os.mkdir(path, 0o700)
     except FileExistsError:
@@ -390,7 +392,7 @@ def sync_folder(path: str | os.PathLike[str]) -> None:
 
 
 def remove_folder(path: str) -> None:
-    """rmdir of a folder of ours; foreign files go with it where nothing else is in it. OSError when it is not empty."""
+    """Remove a folder of ours; foreign files go with it where nothing else is in it. Raises OSError when it is not empty."""
     try:
         os.rmdir(path)
     except OSError as error:
@@ -402,7 +404,7 @@ def remove_folder(path: str) -> None:
 
 
 def remove_empty_folders(folders: Iterable[str]) -> None:
-    """Two-digit folders that are empty go; those that stay, and the ones above, are made durable."""
+    """Remove two-digit folders that are empty; make those that stay, and the ones above, durable."""
     above = set()
     for folder in folders:
         with suppress(OSError):  # not empty
@@ -416,19 +418,19 @@ def remove_empty_folders(folders: Iterable[str]) -> None:
 
 
 def disk_of(found: os.stat_result) -> int:
-    """Bytes really taken, as `du` counts them."""
+    """Return the bytes really taken, as `du` counts them."""
     return found.st_blocks * 512
 
 
 def device_of(path: Path) -> int:
-    """The device of what is at `path`, or of the nearest folder above where nothing is."""
+    """Return the device of what is at `path`, or of the nearest folder above where nothing is."""
     while not path.exists() and path != path.parent:
         path = path.parent
     return os.stat(path).st_dev
 
 
 def device_below(path: Path) -> int | None:
-    """The device of the folder that the disk of `path` is mounted in; None for the disk that has all others in it."""
+    """Return the device of the folder that the disk of `path` is mounted in; None for the disk that has all others in it."""
     device = device_of(path)
     for folder in path.parents:
         if folder.exists() and (above := os.stat(folder).st_dev) != device:
@@ -437,7 +439,7 @@ def device_below(path: Path) -> int | None:
 
 
 def disk_at(path: str | os.PathLike[str]) -> int:
-    """`disk_of` what is at `path`; 0 when nothing is."""
+    """Return `disk_of` what is at `path`; 0 when nothing is."""
     try:
         return disk_of(os.stat(path, follow_symlinks=False))
     except FileNotFoundError:
@@ -445,7 +447,7 @@ def disk_at(path: str | os.PathLike[str]) -> int:
 
 
 def tree_size(path: str | os.PathLike[str]) -> int:
-    """Real bytes of a folder and all below it but what `is_foreign`, itself included; of a link its own."""
+    """Return the real bytes of a folder and all below it but what `is_foreign`, itself included; of a link its own."""
     total = disk_at(path)
     if os.path.islink(path):
         return total
@@ -459,13 +461,13 @@ def tree_size(path: str | os.PathLike[str]) -> int:
 
 
 def _holds(item: os.DirEntry[str]) -> bool:
-    """Whether it is a two-digit folder."""
+    """Tell whether it is a two-digit folder."""
     return bool(re.fullmatch("[0-9a-f]{2}", item.name)) and item.is_dir(follow_symlinks=False)
 
 
 def is_foreign(name: str) -> bool:
-    """Whether a file or folder of this name is the system's or a user's, and none of ours: its name begins with one dot, as
-    the ._NAME that macOS writes beside each file where a disk has no extended attributes, or the system makes it. Nothing
+    """Tell whether a file or folder of this name is the system's or a user's, and none of ours: its name begins with one dot,
+    as the ._NAME that macOS writes beside each file where a disk has no extended attributes, or the system makes it. Nothing
     here counts it, moves it or asks what is in it; it is deleted with a folder of ours that has nothing else. What rsync
     makes of an image while it copies it is ours.
     """
@@ -473,12 +475,12 @@ def is_foreign(name: str) -> bool:
 
 
 def own(path: str | os.PathLike[str]) -> Iterator[os.DirEntry[str]]:
-    """What is in a folder but for what `is_foreign`."""
+    """Yield what is in a folder but for what `is_foreign`."""
     return (item for item in scan(path) if not is_foreign(item.name))
 
 
 def scan(path: str | os.PathLike[str]) -> Iterator[os.DirEntry[str]]:
-    """What is in a folder; nothing where there is none."""
+    """Yield what is in a folder; nothing where there is none."""
     try:
         with os.scandir(path) as items:
             yield from list(items)

@@ -50,7 +50,7 @@ class NamespaceRow(NamedTuple):
 
     @property
     def stated(self) -> tuple[str, str, str]:
-        """What its root key follows from, but for the salt."""
+        """Return what its root key follows from, but for the salt."""
         return self.model, self.codec, self.layout
 
 

@@ -91,8 +91,8 @@ def remove_file(path: str) -> None:
 
 
 def read_image(path: str, entry: Entry) -> Image:
-    """The image of `entry`: Misindexed when the index is proved wrong, DamagedFile when the file is, OSError when that could
-    not be found out.
+    """Return the image of `entry`: Misindexed when the index is proved wrong, DamagedFile when the file is, OSError when that
+    could not be found out.
     """
     fd, found = _open(path)
     identity = (found.st_dev, found.st_ino)
@@ -115,8 +115,8 @@ def read_image(path: str, entry: Entry) -> Image:
 
 
 def is_image_of(header: Header, data: np.ndarray, entry: Entry) -> bool:
-    """Whether a file of these bytes, `header` first, is the image that the index means: of the same tokens, too, for they are
-    what prompts are compared with.
+    """Tell whether a file of these bytes, `header` first, is the image that the index means: of the same tokens, too, for
+    they are what prompts are compared with.
     """
     meta = header.meta
     said = meta.kind, meta.key, meta.parent, meta.namespace, meta.start
@@ -130,8 +130,8 @@ def is_image_of(header: Header, data: np.ndarray, entry: Entry) -> bool:
 
 
 def _is_whole_image_of(path: str, entry: Entry) -> bool:
-    """Whether the file is the image of `entry`, and whole by its own word. It is read in pieces: memory was reserved for the
-    size that the index says.
+    """Tell whether the file is the image of `entry`, and whole by its own word. It is read in pieces: memory was reserved for
+    the size that the index says.
     """
     try:
         said = from_header(read_header(path), 0).entry
@@ -199,13 +199,13 @@ def read_header(path: str) -> Shallow:
 
 
 def _refuse_newer(fd: int, said: str, found: os.stat_result) -> None:
-    """NewerFormat for a whole file of a newer format; one that is not whole may say anything."""
+    """Raise NewerFormat for a whole file of a newer format; one that is not whole may say anything."""
     if re.fullmatch("[0-9]{1,9}", said) and int(said) > FORMAT and _is_whole(fd, found):
         raise NewerFormat("an image in it", int(said), FORMAT)
 
 
 def _is_whole(fd: int, found: os.stat_result) -> bool:
-    """Whether an open file's checksum is that of its bytes."""
+    """Tell whether an open file's checksum is that of its bytes."""
     if disk_of(found) * _HOLE <= found.st_size:
         return False
     os.lseek(fd, 0, os.SEEK_SET)
@@ -257,7 +257,7 @@ class Checker:
         self._headers = Headers()
 
     def is_whole(self, path: str, entry: Entry) -> bool:
-        """Whether the file is the one that the index describes, to the last bit. False: ask `read_image`."""
+        """Tell whether the file is the one that the index describes, to the last bit. False: ask `read_image`."""
         data = self._read(path, entry.nbytes)
         if data is None:
             return False
@@ -267,7 +267,7 @@ class Checker:
             return False
 
     def _read(self, path: str, nbytes: int) -> np.ndarray | None:
-        """The bytes of a plain file of this size, until the thread's next call."""
+        """Return the bytes of a plain file of this size, until the thread's next call."""
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError:

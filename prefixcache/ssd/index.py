@@ -69,7 +69,7 @@ class Row(NamedTuple):
 
 
 def suffixes(path: Path) -> list[Path]:
-    """The index's files: the database, its log, its shared memory."""
+    """Return the index's files: the database, its log, its shared memory."""
     return [path, *(path.with_name(path.name + end) for end in ("-wal", "-shm"))]
 
 
@@ -137,8 +137,8 @@ class Index:
 
     @property
     def lost(self) -> str:
-        """The name of the first of its files that was deleted, replaced or cut by somebody else; "" when none was. What is
-        written then is lost with this process, and a log that has no name is never cut.
+        """Return the name of the first of its files that was deleted, replaced or cut by somebody else; "" when none was.
+        What is written then is lost with this process, and a log that has no name is never cut.
         """
         files = suffixes(self.path)
         for path, identity, size in zip(files, self._identities or [None] * len(files), self._sizes, strict=True):
@@ -147,26 +147,26 @@ class Index:
         return ""
 
     def note_sizes(self) -> None:
-        """Its files have the sizes that SQLite gave them: what is shorter at the next look was cut by somebody else."""
+        """Note the sizes that SQLite gave its files: what is shorter at the next look was cut by somebody else."""
         self._sizes = list(map(_size_at, suffixes(self.path)))
 
     # What it says
 
     def check(self) -> None:
-        """IndexBroken unless every page is in order."""
+        """Raise IndexBroken unless every page is in order."""
         check_pages(self._connection)
 
     def entries(self) -> list[Entry]:
-        """Every image, parents before children; IndexBroken when a row is not one of ours."""
+        """Return every image, parents before children; IndexBroken when a row is not one of ours."""
         with _doubts():
             return read_entries(self._connection)
 
     def logical_size(self) -> int:
-        """Bytes of the database once its log is copied into it."""
+        """Return the bytes of the database once its log is copied into it."""
         return int(self._connection.execute("PRAGMA page_count").fetchone()[0]) * PAGE
 
     def find(self, addresses: Iterable[Address]) -> dict[Address, Row]:
-        """What is known of those that are indexed."""
+        """Return what is known of those that are indexed."""
         rows = {}
         for kind, key in addresses:
             row = self._connection.execute(
@@ -185,7 +185,7 @@ class Index:
         return read_namespaces(self._connection)
 
     def stated_otherwise(self, namespace: NamespaceRow) -> list[Address]:
-        """The images under a row that states something else of this root key, which the caller knows the truth of."""
+        """Return the images under a row that states something else of this root key, which the caller knows the truth of."""
         number, stated = self._namespaces.get(namespace.root, (0, []))
         if not number or tuple(stated) == namespace.stated:
             return []
@@ -199,7 +199,7 @@ class Index:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """All or nothing; durable when the block has ended."""
+        """Do all of the block or nothing; it is durable when the block has ended."""
         before = dict(self._namespaces), self._images.copy()
         self._connection.execute("BEGIN IMMEDIATE")
         try:
@@ -280,7 +280,7 @@ class Index:
         )
 
     def correct(self, address: Address, disk: int) -> None:
-        """The file takes `disk` bytes, whatever was noted."""
+        """Note that the file takes `disk` bytes, whatever was noted."""
         self._connection.execute(
             "UPDATE image SET disk = ? WHERE key = ? AND kind = ?", [disk, address[1], NUMBER[address[0]]]
         )
@@ -321,7 +321,7 @@ class Index:
 
 
 def proves_damage(error: BaseException | None) -> bool:
-    """Whether an error says that the index is damaged, and not that it can't be had now."""
+    """Tell whether an error says that the index is damaged, and not that it can't be had now."""
     if not isinstance(error, sqlite3.DatabaseError):
         return False
     # OperationalError is "can't now" (locked, I/O, no room), except where the tables are not ours.
@@ -330,8 +330,8 @@ def proves_damage(error: BaseException | None) -> bool:
 
 @contextmanager
 def reading(path: Path, *, live: bool) -> Iterator[sqlite3.Connection]:
-    """A connection that writes nothing into the directory; IndexBroken for what is no index. It sees one state of the index,
-    and while it is open the log can't be cut.
+    """Open a connection that writes nothing into the directory. Raises IndexBroken for what is no index. It sees one state of
+    the index, and while it is open the log can't be cut.
 
     `live`: somebody has the directory open, and SQLite shares his log. Else a log that a crash left is read in a copy,
     because reading it in place would make files.
@@ -386,12 +386,12 @@ def _connect(path: Path, options: str) -> sqlite3.Connection:
 
 
 def connect(path: Path) -> sqlite3.Connection:
-    """Another connection, for reading, in the process that holds the directory."""
+    """Return another connection, for reading, in the process that holds the directory."""
     return _connect(path, "mode=ro")
 
 
 def check_pages(connection: sqlite3.Connection) -> None:
-    """IndexBroken unless every page is in order. Reads all of it."""
+    """Raise IndexBroken unless every page is in order. Reads all of it."""
     with _doubts():  # quick_check takes half as long, and would not see a key that differs between table and index
         verdict = connection.execute("PRAGMA integrity_check(1)").fetchone()[0]
     if verdict != "ok":
@@ -400,7 +400,7 @@ def check_pages(connection: sqlite3.Connection) -> None:
 
 @contextmanager
 def _doubts() -> Iterator[None]:
-    """What SQLite can't read is IndexBroken; a disk that fails is not."""
+    """Raise IndexBroken for what SQLite can't read; a disk that fails is another error."""
     try:
         yield
     except sqlite3.DatabaseError as error:
@@ -410,5 +410,5 @@ def _doubts() -> Iterator[None]:
 
 
 def read_clean(connection: sqlite3.Connection) -> bool:
-    """Whether the last to have it open has closed it."""
+    """Tell whether the last to have it open has closed it."""
     return connection.execute("SELECT 1 FROM meta WHERE name = 'clean' AND value = '1'").fetchone() is not None

@@ -74,13 +74,13 @@ class Ledger:
         self.resize(limit)
 
     def resize(self, limit: int) -> None:
-        """What the user asks for. The disk's ceiling stands."""
+        """Set what the user asks for. The disk's ceiling stands."""
         with self._lock:
             self.asked = limit
             self._set_limit()
 
     def bound(self, ceiling: int) -> None:
-        """The disk has room for so many bytes, whatever was asked for."""
+        """Note that the disk has room for so many bytes, whatever was asked for."""
         with self._lock:
             self.ceiling = ceiling
             self._set_limit()
@@ -95,16 +95,16 @@ class Ledger:
 
     @property
     def log_at_rest(self) -> int:
-        """Bytes of log from which on it is cut: what one transaction of `rows` rows writes at worst."""
+        """Return the bytes of log from which on it is cut: what one transaction of `rows` rows writes at worst."""
         return self.rows * ROW_PAGES * PAGE
 
     @property
     def longest_log(self) -> int:
-        """Bytes of log beyond which no transaction may begin: with it, the log would pass its allowance."""
+        """Return the bytes of log beyond which no transaction may begin: with it, the log would pass its allowance."""
         return self._log_room - self.log_at_rest
 
     def footprint(self, nbytes: int) -> int:
-        """Real bytes to expect of a file of `nbytes`, its share of index and folders included."""
+        """Return the real bytes to expect of a file of `nbytes`, its share of index and folders included."""
         return -(-nbytes // self.block) * self.block + ROW_ROOM
 
     def held(self) -> Holdings:
@@ -125,7 +125,7 @@ class Ledger:
             return True
 
     def settle(self, nbytes: int, disk: int | None) -> None:
-        """A write that was admitted has ended: there is one more file, which takes `disk`; None: there is not."""
+        """End a write that was admitted: there is one more file, which takes `disk`; None: there is not."""
         with self._lock:
             self._queued -= self.footprint(nbytes)
             if disk is not None:
@@ -133,12 +133,12 @@ class Ledger:
                 self._count += 1
 
     def expect_deletion(self, disk: int) -> None:
-        """A deletion of `disk` bytes is queued (> 0), or no more so (< 0)."""
+        """Note that a deletion of `disk` bytes is queued (> 0), or no more so (< 0)."""
         with self._lock:
             self._deleting += disk
 
     def dropped(self, disk: int | None, credit: int) -> None:
-        """A row of `disk` bytes is gone (None: there was none), for which `credit` bytes were expected."""
+        """Note that a row of `disk` bytes is gone (None: there was none), for which `credit` bytes were expected."""
         with self._lock:
             self._deleting -= credit
             if disk is not None:
@@ -150,12 +150,12 @@ class Ledger:
             self._quarantine += disk
 
     def measure(self, overhead: int, reserve: int) -> None:
-        """`reserve`: what is left of the log's allowance, and what the index will take when its log is copied into it."""
+        """Note the overhead, and as `reserve` what the log and the index may still take."""
         with self._lock:
             self._overhead, self._reserve = overhead, reserve
 
     def begin(self, count: int, files: int, quarantine: int) -> None:
-        """What an opening found."""
+        """Begin with what an opening found."""
         with self._lock:
             self._count, self._files, self._quarantine = count, files, quarantine
 
@@ -180,7 +180,7 @@ class Room:
         self._full_held = self._full_free = 0
 
     def look(self, held: int, total: int, free: int) -> int:
-        """Bytes that the directory may take in all."""
+        """Return the bytes that the directory may take in all."""
         ceiling, now = max(0, held + free - self.reserve), self._clock()
         if now < self._full_until:
             if free > self._full_free + max(0, self._full_held - held) + SURE:
@@ -194,23 +194,25 @@ class Room:
         return ceiling
 
     def note_full(self, held: int, free: int) -> None:
-        """A write found no room, whatever statvfs says: a quota, no more inodes. The directory can't grow for a while."""
+        """Note that a write found no room, whatever statvfs says: a quota, no more inodes. The directory can't grow for a
+        while.
+        """
         self._full_held, self._full_free, self._full_until = held, free, self._clock() + AGAIN
 
     def note_deletion(self, nbytes: int, freed: int) -> None:
-        """Files of so many bytes were deleted, and the free space has grown by `freed`."""
+        """Note that files of so many bytes were deleted, and the free space has grown by `freed`."""
         if nbytes >= SURE:
             self._frees_late = freed < nbytes // 2
 
 
 def free_space(path: Path) -> int:
-    """Bytes that the disk of `path` has for us."""
+    """Return the bytes that the disk of `path` has for us."""
     found = os.statvfs(path)
     return found.f_bavail * found.f_frsize
 
 
 def is_full(error: BaseException | None) -> bool:
-    """Whether an error says that the disk, or a quota, has no room."""
+    """Tell whether an error says that the disk, or a quota, has no room."""
     if isinstance(error, sqlite3.OperationalError):
         return "disk is full" in str(error)
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)

@@ -87,7 +87,7 @@ os.register_at_fork(after_in_child=_forget_locks)
 
 
 def holder(directory: Directory) -> str | None:
-    """Who holds the directory now ("pid 12 on host since ..."), None when nobody does. Writes nothing."""
+    """Return who holds the directory now ("pid 12 on host since ..."), None when nobody does. Writes nothing."""
     require_plain(directory.lock)
     try:
         fd = os.open(directory.lock, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -111,7 +111,7 @@ def _owner(fd: int) -> str:
 
 
 def lock_format(directory: Directory) -> int:
-    """The format that LOCK says the directory is of; 0 when it says none. Writes nothing."""
+    """Return the format that LOCK says the directory is of; 0 when it says none. Writes nothing."""
     try:
         found = _FORMAT.search(lock_text(directory.lock))
     except OSError:
@@ -120,7 +120,7 @@ def lock_format(directory: Directory) -> int:
 
 
 def refuse_newer(directory: Directory) -> None:
-    """NewerFormat when LOCK, the index or, where that is missing, an image is of a newer release. Leaves no trace."""
+    """Raise NewerFormat when LOCK, the index or, where that is missing, an image is of a newer release. Leaves no trace."""
     path = directory.index
     for part in (*suffixes(path), path.with_name(f"{path.name}-journal")):
         require_plain(part)
@@ -137,7 +137,7 @@ def refuse_newer(directory: Directory) -> None:
 
 
 def _knows_index(path: Path) -> bool:
-    """Whether the index is of a format that this release knows; NewerFormat for a newer one. A broken one says nothing."""
+    """Tell whether the index is of a format that this release knows. Raise NewerFormat for a newer one."""
     connection = sqlite3.connect(f"{path.as_uri()}?mode=ro&immutable=1", uri=True)
     try:
         check_format(connection, path)

@@ -110,7 +110,7 @@ class OpenDirectory:
             raise
 
     def _agree(self, entries: list[Entry]) -> bool:
-        """Whether index and files agree in names. Bytes on the disk are looked up where they are not what the size lets
+        """Tell whether index and files agree in names. Bytes on the disk are looked up where they are not what the size lets
         expect, and corrected, in `entries`, too: their sum is held against the limit.
         """
         names: dict[str, set[str]] = {kind: set() for kind in FOLDERS}
@@ -161,13 +161,13 @@ class OpenDirectory:
         return self.ledger.used > self.ledger.limit
 
     def note_full(self) -> None:
-        """A file found no room: the directory can't grow, and what is queued needs the room of others."""
+        """Note that a file found no room: the directory can't grow, and what is queued needs the room of others."""
         if self._room is not None:
             self._room.note_full(self.ledger.held().real, free_space(self.directory.root))
 
     @contextmanager
     def deleting(self) -> Iterator[None]:
-        """Files are deleted within the block: see what that frees."""
+        """Look what it frees that files are deleted within the block."""
         if self._room is None:
             yield
             return
@@ -195,26 +195,26 @@ class OpenDirectory:
             log.info("SSD %s: its disk has room again: the limit is back at %s", root, as_setting(asked))
 
     def note_folders(self, folders: list[str]) -> None:
-        """These may have come, grown or gone."""
+        """Note that these may have come, grown or gone."""
         for folder in folders:
             if len(os.path.basename(folder)) == 2:
                 self._folders[folder] = disk_at(folder)
 
     def linger(self, path: str) -> None:
-        """A file that should be gone but could not be deleted: it takes its room until it is."""
+        """Note a file that should be gone but could not be deleted: it takes its room until it is."""
         if os.path.dirname(path) != str(self.directory.tmp):  # tmp/ is measured as a whole
             self._lingering.add(path)
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """One of the index, whose log has room for it. LogHeld, and nothing done, where it has none."""
+        """Begin a transaction of the index, whose log has room for it. Raises LogHeld at once where it has none."""
         self.require_log()
         with self.index.transaction():
             yield
 
     def require_log(self) -> None:
-        """LogHeld unless the log has room for one more transaction within its allowance: somebody reads it, and it can't be
-        cut.
+        """Raise LogHeld unless the log has room for one more transaction within its allowance: somebody reads it, and it
+        can't be cut.
         """
         self._cut_log()
         if disk_at(suffixes(self.directory.index)[1]) > self.ledger.longest_log:
@@ -275,19 +275,20 @@ class OpenDirectory:
 
     @property
     def lost(self) -> str:
-        """What of the directory is not what was opened any more, LOCK or a file of the index; "" when all is."""
+        """Return what of the directory is not what was opened any more, LOCK or a file of the index; "" when all is."""
         if identity_at(self.directory.lock) != self._lock.identity:
             return LOCK
         return self.index.lost
 
     @property
     def stands(self) -> bool:
-        """Whether the directory is still the one that was opened."""
+        """Tell whether the directory is still the one that was opened."""
         return not self.lost
 
     def reopen(self) -> set[Address] | None:
-        """After an error: make its folders where they are gone. If the directory vanished or came back as another disk, if a
-        file of the index is lost or there is doubt about it: open the directory again, and return the images that it has now.
+        """Mend the directory after an error: make its folders where they are gone. If the directory vanished or came back as
+        another disk, if a file of the index is lost or there is doubt about it: open the directory again, and return the
+        images that it has now.
         """
         lost = self.lost
         if not lost and not self.index.doubtful:
@@ -323,8 +324,8 @@ class OpenDirectory:
         self._device, self._below = device_of(self.directory.root), device_below(self.directory.root)
 
     def _require_own_disk(self) -> None:
-        """OSError unless the disk that is at the path now, under another number than before, has this directory: a folder
-        that stands there while no disk is mounted must not be filled.
+        """Raise OSError unless the disk that is at the path now, under another number than before, has this directory: a
+        folder that stands there while no disk is mounted must not be filled.
         """
         root = self.directory.root
         if device_of(root) == self._below or not os.path.lexists(root):

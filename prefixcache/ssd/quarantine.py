@@ -62,7 +62,7 @@ class Quarantine:
         return tree_size(target) + disk_at(_note(target))
 
     def items(self) -> list[Item]:
-        """Oldest first."""
+        """Return what is here, the oldest first."""
         return quarantined(self._directory)
 
     def prune(self, excess: int) -> int:
@@ -83,7 +83,7 @@ class Quarantine:
 
 
 def quarantined(directory: Directory) -> list[Item]:
-    """What lies in quarantine/, oldest first. Writes nothing."""
+    """Return what lies in quarantine/, oldest first. Writes nothing."""
     found = []
     try:
         names = [name for name in os.listdir(directory.quarantine) if not is_foreign(name)]

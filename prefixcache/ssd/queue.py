@@ -122,13 +122,13 @@ class Queue:
 
     @property
     def is_new(self) -> bool:
-        """Whether nothing was ever queued."""
+        """Tell whether nothing was ever queued."""
         with self._lock:
             return not self._sequence
 
     @property
     def waiting(self) -> bool:
-        """Whether writes wait for their turn."""
+        """Tell whether writes wait for their turn."""
         with self._lock:
             return bool(self._waiting)
 
@@ -146,7 +146,7 @@ class Queue:
             self._wake.notify()
 
     def _credit(self, entry: Entry, waiting: Write | None) -> int:
-        """What the deletion of `entry` will free for sure."""
+        """Return what the deletion of `entry` will free for sure."""
         if waiting:
             return 0  # its room has just been given back; an older file of that name is not known here
         if entry.address in self._writing:
@@ -154,7 +154,7 @@ class Queue:
         return entry.disk
 
     def forget(self, entry: Entry) -> None:
-        """The file of `entry` was moved away: its row goes too."""
+        """Delete the row of an entry whose file was moved away."""
         with self._lock:
             self._sequence += 1
             # No credit: until the row is gone the bytes count twice, which errs on the safe side.
@@ -191,12 +191,12 @@ class Queue:
 
     @property
     def failed(self) -> int:
-        """Writes that failed, or that found the disk failing."""
+        """Return how many writes failed, or found the disk failing."""
         with self._lock:
             return self._failed
 
     def has_room(self, nbytes: int) -> bool:
-        """Whether a write of so many bytes would be taken now, if the directory has room."""
+        """Tell whether a write of so many bytes would be taken now, if the directory has room."""
         with self._lock:
             return self._has_room(nbytes)
 
@@ -209,8 +209,8 @@ class Queue:
             self._limit = queue_bytes
 
     def flush(self, timeout: float | None, since: int | None = None) -> bool:
-        """True when all queued before is durable and indexed, and no write failed since the flush before, or since `failed`
-        was `since`.
+        """Wait for what is queued. True when all of it is durable and indexed, and no write failed since the flush before, or
+        since `failed` was `since`.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._lock:
@@ -268,12 +268,12 @@ class Queue:
 
     @property
     def stuck(self) -> bool:
-        """Whether the last attempt failed, and another is to come."""
+        """Tell whether the last attempt failed, and another is to come."""
         with self._lock:
             return self._stuck
 
     def nudge(self) -> None:
-        """There is a batch to take, with nothing in it."""
+        """Let `take` give a batch, with nothing in it."""
         with self._lock:
             self._nudged = True
 
@@ -324,14 +324,14 @@ class Queue:
         return max(0.0, self._touched_at + TOUCH_DELAY - time.monotonic()) if self._touches else None
 
     def released(self, write: Write) -> None:
-        """The bytes of a write are nobody's here any more; it is about to be reported."""
+        """Count the bytes of a write no more: it is about to be reported."""
         with self._lock:
             self._queued -= write.image.nbytes
 
     def finish(self, batch: QueuedBatch, error: Exception | None, again: Sequence[Write] = ()) -> list[Write]:
-        """A batch has ended and its writes are reported, but for those that are to be tried `again`. What is left of it waits
-        again. After an error: back off, and return the writes that waited behind it, which share its fate (the disk that
-        failed one would fail them all).
+        """End a batch whose writes are reported, but for those that are to be tried `again`. What is left of it waits again.
+        After an error: back off, and return the writes that waited behind it, which share its fate (the disk that failed one
+        would fail them all).
         """
         stranded: list[Write] = []
         with self._lock:
@@ -373,7 +373,7 @@ class Queue:
         return stranded
 
     def _put_back(self, writes: Sequence[Write]) -> None:
-        """They wait for another turn, before all others; what was deleted or written again meanwhile is cancelled."""
+        """Let writes wait for another turn, before all others; what was deleted or written again meanwhile is cancelled."""
         waiting = dict(self._waiting)
         self._waiting.clear()
         for write in writes:
@@ -385,5 +385,5 @@ class Queue:
 
 
 def _both(older: Removal, newer: Removal) -> Removal:
-    """Two deletions of one image as one."""
+    """Join two deletions of one image."""
     return Removal(older.credit, older.gone and newer.gone, older.counted)

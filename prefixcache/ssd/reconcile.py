@@ -61,7 +61,7 @@ def _repair(directory: Directory, lock: Lock, deep: bool, progress: Progress | N
 
 
 def _addresses(directory: Directory) -> set[Address]:
-    """What the index of a live directory has now."""
+    """Return what the index of a live directory has now."""
     with reading(directory.index, live=True) as connection:
         return read_addresses(connection)
 

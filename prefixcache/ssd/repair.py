@@ -72,17 +72,17 @@ class Report:
 
     @property
     def freed(self) -> int:
-        """Real bytes of what was deleted."""
+        """Return the real bytes of what was deleted."""
         return self._sum("debris")
 
     @property
     def adopted(self) -> int:
-        """Real bytes of whole files that had no row."""
+        """Return the real bytes of whole files that had no row."""
         return self._sum("orphan")
 
     @property
     def quarantined(self) -> int:
-        """Real bytes of what was quarantined."""
+        """Return the real bytes of what was quarantined."""
         return self._sum("broken") + self._sum("stray")
 
     @property
@@ -91,7 +91,7 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """0: index and files agree. 1: they did not. 2: it could not be done."""
+        """Return 0 where index and files agree, 1 where they did not, 2 where it could not be done."""
         if self.error or any(finding.kind == "unreadable" for finding in self.findings):
             return 2
         return 1 if self.findings else 0
@@ -146,7 +146,7 @@ def open_index(directory: Directory, quarantine: Quarantine) -> OpenedIndex:
 
 
 def require_true(directory: Directory, spaces: Iterable[NamespaceRow], entries: list[Entry]) -> None:
-    """IndexBroken when the file of an image says something else of its namespace than the namespace's row.
+    """Raise IndexBroken when the file of an image says something else of its namespace than the namespace's row.
 
     One of the first files is asked, where nothing else proves the row: of a salted namespace the root key can't be computed
     again, and a layout with another number in it would be believed.
@@ -226,7 +226,7 @@ class Claims:
 
 
 def check_stated(space: NamespaceRow) -> None:
-    """ValueError unless model, codec and layout are in the one form that a cache writes: else one namespace had many."""
+    """Raise ValueError unless model, codec and layout are in the form that a cache writes: else one namespace had many."""
     keys.as_model(space.model)
     for name, text in (("codec", space.codec), ("layout", space.layout)):
         try:
@@ -239,7 +239,7 @@ def check_stated(space: NamespaceRow) -> None:
 
 
 def is_proven(space: NamespaceRow) -> bool:
-    """Whether the root key is that of the model, codec and layout without a salt."""
+    """Tell whether the root key is that of the model, codec and layout without a salt."""
     return _is_root(space.root, *space.stated)
 
 
@@ -345,7 +345,7 @@ def compare(run: Pass, broken: str) -> Report:
 
 
 def _scan(run: Pass) -> dict[Address, os.stat_result]:
-    """The image files; what can't be one is quarantined."""
+    """Return the image files; quarantine what can't be one."""
     here: dict[Address, os.stat_result] = {}
     for address, item in run.directory.files():
         if address is None:
@@ -448,7 +448,7 @@ def _adopt(run: Pass, addresses: list[Address]) -> None:
 
 
 def _expel(run: Pass, truth: NamespaceRow) -> None:
-    """What a root key stands for is proven now, and the index has believed something else: images that say that, too, go."""
+    """Move images away that say what the index has believed of a root key, now that something else is proven."""
     known = [address for address, row in run.rows.items() if row.namespace == truth.root]
     for address in (*known, *run.adopted.pop(truth.root, ())):
         path = run.directory.file(address)
@@ -464,7 +464,7 @@ def _expel(run: Pass, truth: NamespaceRow) -> None:
 
 
 def _parallel(work: Callable[[T], R], items: list[T]) -> Iterator[R]:
-    """In order, with a bounded number of results ahead. A thread gets several items at once: small files are quicker read
+    """Yield results in order, with a bounded number ahead. A thread gets several items at once: small files are quicker read
     than handed over.
     """
     if len(items) < 2:

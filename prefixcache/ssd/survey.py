@@ -79,7 +79,9 @@ class Survey:
     disk: int
 
     def spans(self, root: str, kinds: Iterable[str] = KINDS) -> Iterator[Span]:
-        """Of the images of these kinds in the namespace whose root key is `root` (hex); read when asked for."""
+        """Yield the spans of the images of these kinds in the namespace whose root key is `root` (hex); they are read when
+        asked for.
+        """
         numbers = ", ".join(str(KINDS.index(kind)) for kind in kinds)
         directory = Directory(self.directory)
         with reading(directory.index, live=holder(directory) is not None) as connection:
@@ -93,8 +95,8 @@ class Survey:
 
 
 def survey(directory: str | os.PathLike[str]) -> Survey:
-    """Raises DirectoryError when there is no such directory or it is not a cache's, NewerFormat when a newer release
-    wrote it.
+    """Look what is in a directory. Raises DirectoryError when there is none or it is not a cache's, NewerFormat when a newer
+    release wrote it.
     """
     there = Directory(directory)
     there.require()

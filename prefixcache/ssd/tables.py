@@ -86,7 +86,7 @@ def _format(connection: sqlite3.Connection) -> int:
 
 
 def _tables(connection: sqlite3.Connection) -> dict[str, Any]:
-    """What is in a database, by name: an index or the columns of a table."""
+    """Return what is in a database, by name: an index or the columns of a table."""
     listed = connection.execute("SELECT name, type FROM sqlite_master WHERE name NOT LIKE 'sqlite%'").fetchall()
     columns = "SELECT name, type, pk FROM pragma_table_info(?)"
     return {name: connection.execute(columns, [name]).fetchall() or kind for name, kind in listed}
@@ -107,7 +107,7 @@ def read_namespaces(connection: sqlite3.Connection) -> list[NamespaceRow]:
 
 
 def _read_namespaces(connection: sqlite3.Connection) -> dict[int, NamespaceRow]:
-    """By the number that images name them with."""
+    """Return the namespaces by the number that images name them with."""
     spaces = {}
     for number, *row in connection.execute("SELECT id, root, model, codec, layout, created FROM namespace ORDER BY id"):
         space = spaces[number] = NamespaceRow(*row)
@@ -118,14 +118,14 @@ def _read_namespaces(connection: sqlite3.Connection) -> dict[int, NamespaceRow]:
 
 
 def check_rows(connection: sqlite3.Connection) -> None:
-    """IndexBroken unless every namespace and image has values that a cache writes. Tokens are not read."""
+    """Raise IndexBroken unless every namespace and image has values that a cache writes. Tokens are not read."""
     spaces = _read_namespaces(connection)
     for columns in _chunks(connection, f"SELECT {COLUMNS} FROM image"):
         _check(columns, spaces)
 
 
 def read_entries(connection: sqlite3.Connection) -> list[Entry]:
-    """Every image, parents before children where the index has the parent."""
+    """Return every image, parents before children where the index has the parent."""
     spaces = _read_namespaces(connection)
     roots = {number: space.root for number, space in spaces.items()}
     query = f"SELECT {COLUMNS}, tokens FROM image LEFT JOIN tokens USING (id) ORDER BY id"
@@ -169,7 +169,7 @@ def _chunks(connection: sqlite3.Connection, query: str) -> Iterator[Columns]:
 
 
 def _entries(columns: Columns, roots: dict[int, bytes]) -> Iterator[Entry]:
-    """The entries of a chunk, each a row whose tokens give its key."""
+    """Return the entries of a chunk, each a row whose tokens give its key."""
     *fields, packed = columns
     _check(fields, roots)
     kinds, own, spaces, parents, starts, lengths, *rest = fields
@@ -213,7 +213,7 @@ def _are(kind: type, *columns: Iterable[Any]) -> bool:
 
 
 def _unpack(packed: Iterable[Any], lengths: tuple[int, ...]) -> list[bytes]:
-    """Tokens as raw int64; the index keeps them as int32 where they fit. Those are widened together."""
+    """Return tokens as raw int64; the index keeps them as int32 where they fit. Those are widened together."""
     blobs = [b"" if blob is None else blob for blob in packed]
     if not _are(bytes, blobs):
         raise IndexBroken("tokens of an image are missing or of a wrong size")
@@ -236,15 +236,15 @@ def _unpack(packed: Iterable[Any], lengths: tuple[int, ...]) -> list[bytes]:
 
 
 def pack(tokens: bytes) -> bytes:
-    """int64 tokens as int32 where all fit: three blocks to a page of the index, not one."""
+    """Return int64 tokens as int32 where all fit: three blocks to a page of the index, not one."""
     wide = np.frombuffer(tokens, "<i8")
     narrow = wide.astype("<i4")
     return narrow.tobytes() if np.array_equal(narrow, wide) else tokens
 
 
 def _parents_first(entries: Iterable[Entry], roots: Iterable[bytes]) -> list[Entry]:
-    """Rows come by id, because sorting them by `start` and then looking 100 000 tokens up costs twice as much. Parents are
-    nearly always written first; a child that comes earlier waits for its parent.
+    """Put parents first. Rows come by id, because sorting them by `start` and then looking 100 000 tokens up costs twice as
+    much. Parents are nearly always written first; a child that comes earlier waits for its parent.
     """
     seen, early, found = set(roots), dict[bytes, list[Entry]](), list[Entry]()
     for entry in entries:
@@ -266,5 +266,5 @@ def _parents_first(entries: Iterable[Entry], roots: Iterable[bytes]) -> list[Ent
 
 
 def unpack(tokens: bytes, length: int) -> bytes:
-    """The inverse of `pack`, of so many tokens."""
+    """Undo `pack`, of so many tokens."""
     return np.frombuffer(tokens, "<i4").astype("<i8").tobytes() if len(tokens) == 4 * length else tokens

@@ -110,7 +110,7 @@ class Ssd:
             connection.close()
 
     def entries(self) -> Iterator[Entry]:
-        """Every image, parents before children."""
+        """Return every image, parents before children."""
         entries, self._opened.entries = self._opened.entries, None
         if entries is None or not self._queue.is_new:
             connection = connect(self._opened.directory.index)
@@ -121,40 +121,40 @@ class Ssd:
         return iter(entries)
 
     def max_tick(self) -> int:
-        """The newest recency tick that `write` or `touch` was given, or that was in the index; 0 at the very start."""
+        """Return the newest recency tick that `write` or `touch` was given, or that was in the index; 0 at the very start."""
         return self._tick
 
     # The request path
 
     @property
     def used(self) -> int:
-        """Bytes accounted for; never below what the disk holds once all that is queued is done."""
+        """Return the bytes accounted for; never below what the disk holds once all that is queued is done."""
         return self._opened.ledger.used
 
     @property
     def stored(self) -> int:
-        """`used` of `stats`: without the reserve for the index."""
+        """Return `used` of `stats`: without the reserve for the index."""
         return self._opened.ledger.held().stored
 
     @property
     def limit(self) -> int:
-        """The limit in force: what was asked for, or less where the disk has no room for that."""
+        """Return the limit in force: what was asked for, or less where the disk has no room for that."""
         return self._opened.ledger.limit
 
     def resize(self, limit: int) -> None:
-        """A new limit. Nothing is written beyond it from now on; what is too much is for the caller to delete."""
+        """Set a new limit. Nothing is written beyond it from now on; what is too much is for the caller to delete."""
         self._opened.ledger.resize(limit)
 
     def resize_queue(self, queue_bytes: int) -> None:
-        """So many bytes may wait from now on."""
+        """Let so many bytes wait from now on."""
         self._queue.resize(queue_bytes)
 
     def has_room(self, nbytes: int) -> bool:
-        """Whether the queue would take a write of so many bytes now."""
+        """Tell whether the queue would take a write of so many bytes now."""
         return self._queue.has_room(nbytes)
 
     def footprint(self, nbytes: int) -> int:
-        """Room to expect of a file of `nbytes`: its blocks, and its share of index and folders."""
+        """Return the room to expect of a file of `nbytes`: its blocks, and its share of index and folders."""
         return self._opened.ledger.footprint(nbytes)
 
     def write(self, entry: Entry, namespace: NamespaceRow, image: Image) -> bool:
@@ -182,8 +182,8 @@ class Ssd:
             self._queue.delete(entries)
 
     def touch(self, uses: Iterable[tuple[ImageKind, bytes, int, int]]) -> None:
-        """(kind, key, tick, hits): note that images were used now, and how many of the uses were hits since the last
-        call. They reach the index with the next batch, at the latest by `flush`, `close`.
+        """Note that images were used now, as (kind, key, tick, hits): how many of the uses since the last call were hits.
+        They reach the index with the next batch, at the latest by `flush`, `close`.
         """
         if self._pid == os.getpid():
             uses = list(uses)
@@ -191,7 +191,9 @@ class Ssd:
             self._queue.touch(uses)
 
     def read(self, entry: Entry) -> Future[Image]:
-        """The image, read and checked in the pool. The future raises Corrupt (quarantined) or Unreadable (left there)."""
+        """Begin to read an image, which is checked in the pool. The future raises Corrupt (quarantined) or Unreadable (left
+        there).
+        """
         if self._pid != os.getpid() or self._closed:
             future: Future[Image] = Future()
             future.set_exception(SsdError(f"ssd_dir={str(self.directory)!r} is closed; open it again"))
@@ -202,7 +204,7 @@ class Ssd:
 
     @property
     def failed(self) -> int:
-        """How many writes failed, or were refused because the disk was failing; for `flush`."""
+        """Return how many writes failed, or were refused because the disk was failing; for `flush`."""
         return self._queue.failed
 
     def flush(self, timeout: float | None = None, since: int | None = None) -> bool:
@@ -214,7 +216,7 @@ class Ssd:
         return self._queue.flush(timeout, since)
 
     def close(self, timeout: float | None = None) -> None:
-        """Flush, end the threads, mark the directory clean, let it go. What was not done in time is cancelled.
+        """Close: flush, end the threads, mark the directory clean, let it go. What was not done in time is cancelled.
 
         A disk that does not answer in time, and some seconds more, keeps the directory: it is let go of when it does.
         """
@@ -271,7 +273,7 @@ class Ssd:
         )
 
     def check_integrity(self) -> None:
-        """AssertionError unless ledger, index and directory agree. For tests: nothing may be queued, and it reads the
+        """Raise AssertionError unless ledger, index and directory agree. For tests: nothing may be queued, and it reads the
         disk.
         """
         assert self._queue.drained, "not idle: flush first"

@@ -77,12 +77,12 @@ class Writer:
         self._thread.start()
 
     def join(self, timeout: float | None) -> bool:
-        """Whether the thread ended in time."""
+        """Wait for the thread, and return whether it ended in time."""
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
     def detach(self, ended: Callable[[], None]) -> None:
-        """Don't wait any more: `ended` is called when the thread has ended, on it, or here when it has already."""
+        """Wait no more: `ended` is called when the thread has ended, on it, or here when it has already."""
         with self._ending:
             self._ended = ended
             late = self._over
@@ -124,7 +124,7 @@ class Writer:
             self._told = "", 0.0
 
     def _next(self) -> QueuedBatch | None:
-        """The next batch. While none comes: see whether the directory is still there, and what its disk has free."""
+        """Return the next batch. While none comes: see whether the directory is still there, and what its disk has free."""
         while not self._queue.wait(PERIOD):
             if self._queue.stuck:
                 continue  # the next attempt sees
@@ -138,12 +138,12 @@ class Writer:
         return self._queue.take()
 
     def _look(self) -> None:
-        """What the disk has no more room for is deleted: the cache says what that is."""
+        """Let the cache delete what the disk has no more room for."""
         if self._opened.look() and self._events.shrunk is not None:
             self._events.shrunk()
 
     def _make_room(self, batch: QueuedBatch, error: Exception | None) -> list[Write]:
-        """Where the disk was full, have the cache delete its least recent images: the writes to be tried again then."""
+        """Let the cache delete its least recent images where the disk was full. Returns the writes to be tried again."""
         failed = [write for write in batch.writes if not write.done and is_full(write.error or error)]
         again = [write for write in failed if write.attempts < ATTEMPTS]
         if not again or self._events.shrunk is None:
@@ -198,7 +198,7 @@ class Writer:
         return error
 
     def _report(self, write: Write, error: Exception | None) -> None:
-        """A write of a batch has ended: its bytes are let go, then the cache is told. `error` is the batch's."""
+        """End a write of a batch: let go of its bytes, then tell the cache. `error` is the batch's."""
         if write.done:
             write.error = None
             self.written_files += 1
@@ -224,7 +224,7 @@ class Writer:
         self._opened.require_log()
 
     def _drop(self, removals: dict[Address, Removal]) -> None:
-        """Rows first, committed; then files: what a crash leaves then is a file, which the next opening takes in.
+        """Delete rows, committed, and then files: what a crash leaves is a file, which the next opening takes in.
 
         Where the index can't be written, on a full disk or because somebody reads it and does not end, files go first: that
         takes no room, and makes some. Takes out of `removals` what is done; rows that still can't be deleted stay there, and
@@ -261,7 +261,7 @@ class Writer:
                 self._opened.index.remove(rows)
 
     def _drop_folders(self, folders: set[str]) -> None:
-        """Those that are empty go: 256 of them take a megabyte, in which a small limit has images."""
+        """Remove folders that are empty: 256 of them take a megabyte, in which a small limit has images."""
         for folder in folders:
             with suppress(OSError):  # not empty
                 remove_folder(folder)
@@ -270,12 +270,12 @@ class Writer:
                 self._opened.note_folders([folder])
 
     def _account(self, removal: Removal, row: Row | None) -> Removal:
-        """A file or its row has left, whichever was first; what is left of its removal."""
+        """Count a file or its row that has left, whichever was first, and return what is left of its removal."""
         self._opened.ledger.dropped(row.disk if row is not None and removal.counted else None, removal.credit)
         return Removal(0, gone=True, counted=False)
 
     def _unlink(self, address: Address) -> bool:
-        """Whether the file is gone."""
+        """Delete a file, and return whether it is gone."""
         try:
             os.unlink(self._opened.directory.file(address))
             self._unsynced.add(self._opened.directory.folder(address))
@@ -287,7 +287,7 @@ class Writer:
         return True
 
     def _spill(self, batch: QueuedBatch) -> None:
-        """Files, folders, rows: in this order. Each write ends with `disk` or with `error`."""
+        """Write files, folders and rows, in this order. Each write ends with `disk` or with `error`."""
         standing = self._skip_durable(batch)
         fresh = [write for write in batch.writes if write.entry.address not in standing]
         self._each(self._write_file, fresh)
@@ -297,7 +297,9 @@ class Writer:
             self._commit([write for write in placed if write.error is None], batch.touches)
 
     def _each(self, work: Callable[[Item], None], items: list[Item]) -> None:
-        """On the helpers; on this thread where they can't be had: the interpreter is ending, or no thread can be made."""
+        """Do the work on the helpers; on this thread where they can't be had: the interpreter is ending, or no thread can be
+        made.
+        """
         begun: set[int] = set()
         claiming = threading.Lock()
 
@@ -320,8 +322,8 @@ class Writer:
             future.result()
 
     def _skip_durable(self, batch: QueuedBatch) -> set[Address]:
-        """Those that are on the disk already, byte for byte. Other content under the same name is deleted first, and what
-        came in under a false statement of a root key: the cache has just computed that, with its salt.
+        """Return those that are on the disk already, byte for byte. Other content under the same name is deleted first, and
+        what came in under a false statement of a root key: the cache has just computed that, with its salt.
         """
         touches = batch.touches
         same: set[Address] = set()
@@ -382,7 +384,7 @@ class Writer:
         return True
 
     def _sync_folders(self, placed: list[Write] | None = None) -> None:
-        """fsync of the folders where names have come or gone. The writes into one that fails, fail."""
+        """Make the folders durable where names have come or gone. The writes into one that fails, fail."""
         folders, self._unsynced = sorted(self._unsynced), set()
         failed: dict[str, Exception] = {}
 
@@ -406,7 +408,7 @@ class Writer:
             raise next(iter(failed.values()))
 
     def _commit(self, writes: list[Write], touches: dict[Address, Touch]) -> None:
-        """Rows in one transaction, and the touches with them; in several where the limit leaves the log little room."""
+        """Insert rows and the touches in one transaction; in several where the limit leaves the log little room."""
         index, ledger = self._opened.index, self._opened.ledger
         later: Exception | None = None
         for part in batched(writes, ledger.rows):

@@ -30,7 +30,7 @@ class LongPrompts:
 
     @property
     def often_return(self) -> bool:
-        """Whether enough of the latest were asked for again."""
+        """Tell whether enough of the latest were asked for again."""
         return self._returned > 0 and self._returned >= self.ENOUGH * self._came
 
     def came(self, keys: Sequence[bytes], number: int) -> None:

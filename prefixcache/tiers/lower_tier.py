@@ -54,7 +54,7 @@ class LowerTier:
         self.unindexed = dict(sorted(self.unindexed.items(), key=lambda item: (item[1].used, -item[1].start)))
 
     def settle(self, loaded: int) -> None:
-        """After `load`, of so many entries: delete what is above the limit, and say how much is not indexed."""
+        """Delete what is above the limit after `load`, of so many entries, and say how much is not indexed."""
         self._enforce_limit()
         if self.unindexed:
             log.warning(
@@ -297,7 +297,7 @@ class LowerTiers(list[LowerTier]):
 
     @property
     def spill_tier(self) -> LowerTier | None:
-        """The tier that RAM spills to."""
+        """Return the tier that RAM spills to."""
         return self[0] if self else None
 
     def having(self, slot: Slot) -> Iterator[LowerTier]:

@@ -32,15 +32,15 @@ class Tier(Protocol):
 
     @property
     def limit(self) -> int:
-        """Bytes that it may take."""
+        """Return the bytes that it may take."""
 
     @property
     def used(self) -> int:
-        """Bytes that it takes, with what is queued."""
+        """Return the bytes that it takes, with what is queued."""
 
     @property
     def stored(self) -> int:
-        """Those of `used` without room that is kept for something to grow: what users are told."""
+        """Return those of `used` without room that is kept for something to grow: what users are told."""
 
     def entries(self) -> Iterator[Entry]:
         """Yield what it holds at its opening, parents before children."""
@@ -66,14 +66,14 @@ class Tier(Protocol):
         """Queue deletions. A write that still waits is cancelled."""
 
     def touch(self, uses: Iterable[tuple[ImageKind, bytes, int, int]]) -> None:
-        """(kind, key, tick, hits) of images used since the last call."""
+        """Hear of images used since the last call, as (kind, key, tick, hits)."""
 
     def resize(self, limit: int) -> None:
         """Set a new limit. What must be deleted for it is for the caller to say."""
 
     @property
     def failed(self) -> int:
-        """Writes that failed so far."""
+        """Return how many writes failed so far."""
 
     def flush(self, timeout: float | None = None, since: int | None = None) -> bool:
         """Wait until all queued before is durable. False when not in time, or when a write failed since `failed` was
