@@ -30,7 +30,7 @@ from prefixcache.byte_sizes import parse_size, size
 from prefixcache.codecs import Codec, TurboQuant
 from prefixcache.codecs.transform.bases import Bases
 from prefixcache.codecs.turboquant import backends as turboquant_backends
-from prefixcache.keys import BLOCK, Tokens, as_model, as_salt, as_tokens
+from prefixcache.keys import Tokens, as_model, as_salt, as_tokens
 from prefixcache.layers.adapters import arrays_in
 from prefixcache.layers.classes import allow
 from prefixcache.layers.encode import evaluate
@@ -64,7 +64,7 @@ from prefixcache.store_fetch_remove.store import StoreCall, Stored
 from prefixcache.tiers.idle import Idle
 from prefixcache.tiers.memory_pressure import Pressure
 from prefixcache.tiers.promotion import Promoter, last_of
-from prefixcache.tiers.prompt import Prompt, boundary, count_hit
+from prefixcache.tiers.prompt import Prompt, PromptTerms, count_hit
 from prefixcache.tiers.storage import Storage
 from prefixcache.trace.recording import Recorder
 
@@ -237,31 +237,45 @@ class PrefixCache:
     # -- storing and finding ------------------------------------------------------------------------------------------
 
     def prompt(
-        self, tokens: Tokens, *, model: str, salt: bytes = b"", like: list[Any] | CacheForm | None = None
+        self,
+        tokens: Tokens,
+        *,
+        model: str,
+        salt: bytes = b"",
+        like: list[Any] | CacheForm | None = None,
+        label: str = "",
+        whole_blocks: bool = False,
     ) -> Prompt:
-        """A request's tokens, checked once: the calls below take it in the place of tokens, model and salt, and then walk the
-        graph of blocks once for all of them.
+        """Return a request's tokens, checked once: the calls below take it in the place of tokens, model and salt, and then
+        walk the graph of blocks once for all of them.
 
-        `like` is a prompt cache as the caller makes it, or a `CacheForm` made of such: what was stored with layers of other
-        classes or attributes (a ring's `max_size`) is then a miss, and once a token went through it, of other heads, widths
-        or dtypes, too. Without, whatever was stored of the weights is a hit.
+        `model` names the weights, `salt` separates tenants. `like` is a prompt cache as the caller makes it, or a `CacheForm`
+        made of such: what was stored with layers of other classes or attributes (a ring's `max_size`) is then a miss, and
+        once a token went through it, of other heads, widths or dtypes, too. Without, whatever was stored of the weights is a
+        hit. Under `label`, one of a few words of yours, `stats().labels` counts what stores of it add.
 
-        Raises TypeError or ValueError for bad tokens, model or salt, CacheError for what is no prompt cache.
+        With `whole_blocks` a hit doesn't end inside a whole block, whose rows are coded: it ends with it, or in an incomplete
+        one, whose rows are as they were computed. At most 255 tokens more are computed, always on the same rows, whatever was
+        stored since, so that the answer is the same again: see `store(write_back_from=)`. Exact codecs and recurrent models
+        are hit as without.
+
+        Raises TypeError or ValueError for bad tokens, model, salt or label, CacheError for what is no prompt cache.
         """
-        model, salt, token_bytes = as_model(model), as_salt(salt), as_tokens(tokens).tobytes()
-        self._namespaces.derive_roots(model, salt)
+        token_bytes = as_tokens(tokens).tobytes()
+        if not isinstance(label, str):
+            raise TypeError(f"label={label!r}: give a word")
         form = None if like is None else CacheForm.of(like)
+        terms = PromptTerms(as_model(model), as_salt(salt), form, label, whole_blocks)
+        self._namespaces.derive_roots(terms.model, terms.salt)
         return Prompt(
-            self._storage, lambda: self._namespaces.known(model, salt), token_bytes, tokens, model, salt, form
+            self._storage, lambda: self._namespaces.known(terms.model, terms.salt), token_bytes, tokens, terms
         )
 
-    def _prompt(
-        self, tokens: Tokens | Prompt, model: str | None, salt: bytes, like: list[Any] | CacheForm | None = None
-    ) -> Prompt:
+    def _prompt(self, tokens: Tokens | Prompt, model: str | None, salt: bytes) -> Prompt:
         if not isinstance(tokens, Prompt):
-            return self.prompt(tokens, model=model, salt=salt, like=like)  # type: ignore[arg-type]
-        if model is not None or salt or like is not None:
-            raise TypeError("a Prompt has its model and salt, and its form: pass them to PrefixCache.prompt alone")
+            return self.prompt(tokens, model=model, salt=salt)  # type: ignore[arg-type]
+        if model is not None or salt:
+            raise TypeError("a Prompt has its model and salt: pass them to PrefixCache.prompt alone")
         if not tokens.is_of(self._storage):
             raise ValueError("this Prompt is of another PrefixCache: make one with this cache's prompt()")
         return tokens
@@ -273,27 +287,22 @@ class PrefixCache:
         *,
         model: str | None = None,
         salt: bytes = b"",
-        label: str = "",
-        write_back: bool = False,
-        since: int = 0,
-        state: bool = True,
-        whole_blocks: bool = False,
+        write_back_from: int | None = None,
+        snapshot: bool = True,
     ) -> Stored:
         """Keep the state of `tokens`: what is not kept already is encoded here, on this thread.
 
         `prompt_cache` is mlx-lm's list of layer caches after these tokens; it is read, and never kept. When it
         has seen fewer positions than there are tokens, the tokens beyond are left out; when more, what lies beyond
-        is. `model` names the weights, `salt` separates tenants. The codes of a `TurboQuantKVCache` are kept as they are;
-        it shares blocks with plain caches of the model. The rows of whole blocks are coded, those of an incomplete last one
-        are kept as they are. Under `label`, one of a few words of yours, `stats().labels` counts what this call adds.
+        is. `model` and `salt`: see `prompt`. The codes of a `TurboQuantKVCache` are kept as they are; it shares blocks with
+        plain caches of the model. The rows of whole blocks are coded, those of an incomplete last one are kept as they are.
 
-        With `write_back` the rows of whole blocks in `prompt_cache` become what a fetch would give, from the block of token
-        `since` on (those before, which a fetch gave, are left alone). Call it so after each chunk of a prefill, which must
+        With `write_back_from` the rows of whole blocks in `prompt_cache` become what a fetch would give, from the block of
+        this token on (those before, which a fetch gave, are left alone). Call it so after each chunk of a prefill, which must
         end where a block ends: then what is generated on is what is stored, and the same prompt asked again is answered the
-        same, with lossy codecs too.
-        Without it `prompt_cache` is not changed. `state=False` keeps no recurrent state: for chunks that nobody will ask for.
+        same, with lossy codecs too. Without it `prompt_cache` is not changed.
+        `snapshot=False` keeps no recurrent state: for chunks that nobody will ask for.
         A block with a row that holds NaN or infinity is not kept, nor is what comes behind it, nor such recurrent state.
-        With `whole_blocks` an incomplete last block is left out, for where a prompt goes on nobody would hit it: see `fetch`.
 
         Raises TypeError or ValueError for bad tokens, model or salt, and `CacheError` (a ValueError) for a prompt cache
         that can't be kept: a batch, a class that isn't known, an attribute that isn't plain data, codes of another codec.
@@ -301,9 +310,8 @@ class PrefixCache:
         self._check_open()
         began = time.monotonic()
         prompt = self._prompt(tokens, model, salt)
-        since = number(since, "store: since", "tokens")
-        if not isinstance(label, str):
-            raise TypeError(f"label={label!r}: give a word")
+        if write_back_from is not None:
+            write_back_from = number(write_back_from, "store: write_back_from", "tokens")
         if not len(prompt):
             raise ValueError("tokens are empty: there is nothing to store")
         if self.ranks is not None:  # what the ranks compute together must not wait for one that fails to store it
@@ -317,13 +325,9 @@ class PrefixCache:
             prompt.form.learn(reading.layout)
         namespace = self._namespaces.of_layout(prompt.model, reading.layout, prompt.salt)
         plan = namespace.plan
-        if whole_blocks and not (plan.snapshots or plan.lossless):
-            limit -= limit % BLOCK
-            if not limit:
-                return Stored(0, 0, 0, False, tuple(plan.raw))
         agreed = reading.agreed and reading.positions in (None, limit)
         evaluate(reading.leaves)
-        if self._recorder is not None and (state or not write_back):
+        if self._recorder is not None and (snapshot or write_back_from is None):
             self._recorder.store(
                 self._namespaces.recorded_root(prompt.model, prompt.salt), prompt.token_bytes[: limit * 8]
             )
@@ -331,10 +335,10 @@ class PrefixCache:
             namespace,
             reading.leaves,
             limit,
-            with_snapshot=bool(plan.snapshots) and agreed and state,
-            since=since if write_back and not plan.lossless else None,
+            with_snapshot=bool(plan.snapshots) and agreed and snapshot,
+            since=None if plan.lossless else write_back_from,
         )
-        stored = StoreCall(self._storage, namespace, prompt, limit, maker, sys.intern(label)).run()
+        stored = StoreCall(self._storage, namespace, prompt, limit, maker, sys.intern(prompt.terms.label)).run()
         if maker.not_finite is not None:
             self._warn_of(maker.not_finite, prompt.model, plan)
         self._storage.counters.durations.store.observe(time.monotonic() - began)
@@ -356,15 +360,7 @@ class PrefixCache:
                 where,
             )
 
-    def match(
-        self,
-        tokens: Tokens | Prompt,
-        *,
-        model: str | None = None,
-        salt: bytes = b"",
-        leave: int = 0,
-        whole_blocks: bool = False,
-    ) -> Match:
+    def match(self, tokens: Tokens | Prompt, *, model: str | None = None, salt: bytes = b"", leave: int = 0) -> Match:
         """How deep a `fetch` with these arguments can hit `tokens`. No I/O, and nothing changes; no MLX, but where ranks
         agree on it.
         """
@@ -373,20 +369,18 @@ class PrefixCache:
 
         def depths(limits: list[int]) -> list[int]:
             self._check_open()
-            return self._depths(prompt, limits, whole_blocks)
+            return self._depths(prompt, limits)
 
         if self.ranks is None:
             return Match(*depths([max(len(prompt) - leave, 0)] * 2))
-        return Match(*depths_of_all(self.ranks, prompt, leave, whole_blocks, depths))
+        return Match(*depths_of_all(self.ranks, prompt, leave, depths))
 
-    def _depths(self, prompt: Prompt, limits: list[int], whole_blocks: bool) -> list[int]:
+    def _depths(self, prompt: Prompt, limits: list[int]) -> list[int]:
         """How deep RAM, and all tiers together, can serve a prompt, up to a limit for each."""
         asked = [(RAM, limits[0]), (self._storage.graph.last, limits[1])]
         with self._storage.lock:
-            found = {
-                (tier, limit): prompt.deepest(tier, len(prompt) - limit, whole_blocks) for tier, limit in set(asked)
-            }
-        return [deepest.depth if (deepest := found[one]) is not None else 0 for one in asked]
+            deepest = {(tier, limit): prompt.deepest(tier, len(prompt) - limit) for tier, limit in set(asked)}
+        return [hit.depth if (hit := deepest[tier_and_limit]) is not None else 0 for tier_and_limit in asked]
 
     def fetch(
         self,
@@ -395,44 +389,28 @@ class PrefixCache:
         model: str | None = None,
         salt: bytes = b"",
         leave: int = 1,
-        compressed: bool = False,
         room: int | None = None,
-        whole_blocks: bool = False,
         promote: bool = False,
-        like: list[Any] | CacheForm | None = None,
     ) -> tuple[list[Any] | None, Any]:
-        """The deepest prompt cache that RAM has for `tokens`, and the tokens that are still to be computed.
+        """Return the deepest prompt cache that RAM has for `tokens`, and the tokens that are still to be computed.
 
         Returns (prompt_cache, rest): a new list of layer caches of the classes that were stored, the caller's own, and
         `tokens[depth:]`, of at least `leave` tokens. (None, tokens) on a miss.
-
-        `like`: see `prompt`. A program whose options decide on the layers' classes gives its own prompt cache, as
-        `make_prompt_cache(model, max_kv_size)` makes it: the weights' name doesn't say them.
 
         With `promote` the caller waits for what only the SSD and the remote tier have, for the latter at most for the setting
         `remote_timeout`, and on a CPU blocks of layers that keep every token are
         decoded as they are read; without, no file is read.
 
-        With `whole_blocks` a hit ends where a whole block does: at most 255 tokens more are computed, always on the same
-        rows, whatever was stored since, so that the answer is the same again: see `store(write_back=)`. A prompt that was
-        stored as it is asked for, but for `leave` tokens, is hit at its end. Exact codecs and recurrent models are hit as
-        without.
-
-        The layers have room for `room` tokens more and some beside, before they must grow; None: for the rest.
-
-        With `compressed`, layers of KVCache whose rows are TurboQuant's codes come as `TurboQuantKVCache`, and a model whose
-        attention is mlx-lm's own goes on from them. It takes the codes as they are where they have at most 4 sets of levels,
-        as those have that a live cache stored; what plain caches stored has one in each block, and is decoded and coded anew.
-        What such a cache holds can be stored again as it is, but not of transformed layers: their rows were decoded and
-        coded by TurboQuant, so store what its `dequantize()` gives.
+        The layers have room for `room` tokens more and some beside, before they must grow; None: for the rest. `lookup` gives
+        what RAM has still encoded.
         """
-        prompt, durations = self._prompt(tokens, model, salt, like), self._storage.counters.durations
+        prompt, durations = self._prompt(tokens, model, salt), self._storage.counters.durations
         check_leave(leave)
         room = room if room is None else number(room, "fetch: room", "tokens", LONGEST)
         read_ahead = None
         if promote:
             try:
-                read_ahead = self._bring(prompt, leave, whole_blocks, room, reads_ahead=not compressed)
+                read_ahead = self._bring(prompt, leave, room)
             except Exception as error:
                 if self.ranks is None:
                     raise
@@ -440,24 +418,22 @@ class PrefixCache:
         began = time.monotonic()
 
         def decode(leave: int) -> tuple[list[Any] | None, int]:
-            return self._decode(prompt, leave, whole_blocks, room, read_ahead, compressed)
+            return self._decode(prompt, leave, room, read_ahead)
 
         if self.ranks is None:
             made, depth = decode(leave)
         else:
-            made, depth = taken_by_all(self.ranks, prompt, leave, whole_blocks, decode)
+            made, depth = taken_by_all(self.ranks, prompt, leave, decode)
         self._count(prompt, depth)
         duration = durations.fetch_hit if made is not None else durations.fetch_miss
         duration.observe(time.monotonic() - began)
         return made, prompt.given[depth : len(prompt)] if made is not None else prompt.given
 
-    def _bring(
-        self, prompt: Prompt, leave: int, whole_blocks: bool, room: int | None, reads_ahead: bool
-    ) -> ReadAhead | None:
-        """Promote, and wait for it; what could be decoded meanwhile."""
-        coming, read_ahead = self.promote(prompt, leave=leave, whole_blocks=whole_blocks), None
-        if not coming.done() and reads_ahead:
-            read_ahead = fill_read_ahead(self._storage, coming, prompt, leave, whole_blocks, room)
+    def _bring(self, prompt: Prompt, leave: int, room: int | None) -> ReadAhead | None:
+        """Promote, and wait for it. Return what could be decoded meanwhile."""
+        coming, read_ahead = self.promote(prompt, leave=leave), None
+        if not coming.done():
+            read_ahead = fill_read_ahead(self._storage, coming, prompt, leave, room)
         try:
             coming.result()
         except concurrent.futures.CancelledError as error:
@@ -466,22 +442,15 @@ class PrefixCache:
         return read_ahead
 
     def _decode(
-        self,
-        prompt: Prompt,
-        leave: int,
-        whole_blocks: bool,
-        room: int | None,
-        read_ahead: ReadAhead | None,
-        compressed: bool,
+        self, prompt: Prompt, leave: int, room: int | None, read_ahead: ReadAhead | None
     ) -> tuple[list[Any] | None, int]:
-        """The deepest prompt cache that RAM has, and its tokens; (None, 0) on a miss."""
-        hit = self._find(prompt, leave, whole_blocks)
+        """Return the deepest prompt cache that RAM has, and its tokens; (None, 0) on a miss."""
+        hit = self._find(prompt, leave)
         while hit is not None:
             stored, pinned = hit
             try:
                 spare = len(prompt) - stored.tokens if room is None else room
-                made = stored.live(spare) if compressed else stored.dequantize(spare, read_ahead)
-                mx.eval(live_arrays(made))
+                made = stored.dequantize(spare, read_ahead)
             except DamagedBlock as damage:
                 discard_damaged(self._storage, prompt, stored, damage)
                 read_ahead = None
@@ -489,13 +458,14 @@ class PrefixCache:
                 return made, stored.tokens
             finally:
                 self._storage.unpin(pinned)
-            hit = find(self._storage, prompt, leave, whole_blocks)
+            hit = find(self._storage, prompt, leave)
         return None, 0
 
     def lookup(
         self, tokens: Tokens | Prompt, *, model: str | None = None, salt: bytes = b"", leave: int = 0
     ) -> StoredPrompt | None:
-        """What RAM has for `tokens`, still encoded: wrappers to copy, trim and dequantize later. None on a miss.
+        """Return what RAM has for `tokens`, still encoded: to copy, trim and `dequantize` later, or to go on from as `live`
+        caches that keep codes. None on a miss.
 
         It holds its images while it lives, and what the cache evicts meanwhile is then the holder's memory.
         """
@@ -512,18 +482,18 @@ class PrefixCache:
         if self.ranks is None:
             stored, depth = look_up(leave)
         else:
-            stored, depth = taken_by_all(self.ranks, prompt, leave, False, look_up)
+            stored, depth = taken_by_all(self.ranks, prompt, leave, look_up)
         self._count(prompt, depth)
         return stored
 
-    def _find(self, prompt: Prompt, leave: int, whole_blocks: bool = False) -> PinnedPrompt | None:
+    def _find(self, prompt: Prompt, leave: int) -> PinnedPrompt | None:
         self._check_open()
         with self._storage.lock:
             unflushed = len(self._storage.graph.recency.unflushed)
             if unflushed > RECENCY_FLUSH_SLOTS or time.monotonic() > self._last_flush + RECENCY_FLUSH_INTERVAL:
                 self._last_flush = time.monotonic()
                 self._storage.spilling.flush_recency()
-        return find(self._storage, prompt, leave, whole_blocks)
+        return find(self._storage, prompt, leave)
 
     def _count(self, prompt: Prompt, depth: int) -> None:
         """A request was given so many tokens: once, however often RAM was asked for them."""
@@ -553,30 +523,28 @@ class PrefixCache:
         model: str | None = None,
         salt: bytes = b"",
         leave: int = 0,
-        whole_blocks: bool = False,
         prefill_rate: float | None = None,
     ) -> Future[int]:
         """Bring what the SSD and the remote tier have for `tokens` into RAM. Returns at once; the future's result is how many
         of them RAM has then.
 
-        `leave` and `whole_blocks` are those of the `fetch` to come: a sliding window needs other rows where a hit ends
-        earlier. When not all of it fits, the leading part comes. A file that went bad is quarantined, and the depth ends
-        before it. The remote tier may take the setting `remote_timeout`, or with `prefill_rate`, the tokens that are computed
-        a second here, no longer than computing what it has would take.
+        `leave` is that of the `fetch` to come: a sliding window needs other rows where a hit ends earlier. When not all of it
+        fits, the leading part comes. A file that went bad is quarantined, and the depth ends before it. The remote tier may
+        take the setting `remote_timeout`, or with `prefill_rate`, the tokens that are computed a second here, no longer than
+        computing what it has would take.
         """
         prompt = self._prompt(tokens, model, salt)
-        how: dict[str, Any] = {"leave": leave, "whole_blocks": whole_blocks}
-        remote = self.promote_remote(prompt, prefill_rate=prefill_rate, **how)
-        local = self.promote_local(prompt, **how)
+        remote = self.promote_remote(prompt, leave=leave, prefill_rate=prefill_rate)
+        local = self.promote_local(prompt, leave=leave)
         if remote is None:
             return local
         limits = [max(len(prompt) - leave, 0)] * 2
-        both = last_of(local, remote, lambda: self._depths(prompt, limits, whole_blocks)[0])
+        both = last_of(local, remote, lambda: self._depths(prompt, limits)[0])
         both.add_done_callback(self._promoter.notify)
         return both
 
     def promote_remote(
-        self, prompt: Prompt, *, leave: int = 0, whole_blocks: bool = False, prefill_rate: float | None = None
+        self, prompt: Prompt, *, leave: int = 0, prefill_rate: float | None = None
     ) -> Future[int] | None:
         """Of `promote`, what the remote tier has. None where there is nothing to ask it for: the prompt is known here, it was
         missing there just now, or the engine doesn't answer.
@@ -586,22 +554,22 @@ class PrefixCache:
         if prefill_rate is not None and (not isinstance(prefill_rate, (int, float)) or not prefill_rate > 0):
             raise ValueError(f"prefill_rate={prefill_rate!r}: give tokens a second, more than 0")
         remote = self._remote
-        return remote.promote(prompt, leave, whole_blocks, prefill_rate) if remote is not None else None
+        return remote.promote(prompt, leave, prefill_rate) if remote is not None else None
 
-    def promote_local(self, prompt: Prompt, *, leave: int = 0, whole_blocks: bool = False) -> Future[int]:
+    def promote_local(self, prompt: Prompt, *, leave: int = 0) -> Future[int]:
         """Of `promote`, what the SSD has."""
         self._check_open()
         check_leave(leave)
         with self._storage.lock:
-            deepest = prompt.deepest(self._storage.graph.last, leave, whole_blocks)
+            deepest = prompt.deepest(self._storage.graph.last, leave)
             depth = deepest.depth if deepest is not None else 0
             limit = max(len(prompt) - leave, 0)
-            if not deepest or depth == boundary(deepest.namespace, deepest.walk, RAM, limit, whole_blocks):
+            if not deepest or depth == prompt.boundary(deepest.namespace, deepest.walk, RAM, limit):
                 done: Future[int] = Future()
                 done.set_result(depth)
                 return done
         try:
-            return self._promoter.submit(prompt, leave, whole_blocks)
+            return self._promoter.submit(prompt, leave)
         except RuntimeError:
             self._check_open()  # closed meanwhile
             raise
@@ -613,30 +581,19 @@ class PrefixCache:
         model: str | None = None,
         salt: bytes = b"",
         leave: int = 0,
-        whole_blocks: bool = False,
         prefill_rate: float | None = None,
     ) -> int:
         """`promote`, awaited. Cancelling the wait does not stop the reads that have begun."""
-        coming = self.promote(
-            tokens, model=model, salt=salt, leave=leave, whole_blocks=whole_blocks, prefill_rate=prefill_rate
-        )
+        coming = self.promote(tokens, model=model, salt=salt, leave=leave, prefill_rate=prefill_rate)
         return await asyncio.shield(asyncio.wrap_future(coming))
 
-    def unread(
-        self,
-        tokens: Tokens | Prompt,
-        *,
-        model: str | None = None,
-        salt: bytes = b"",
-        leave: int = 0,
-        whole_blocks: bool = False,
-    ) -> int:
+    def unread(self, tokens: Tokens | Prompt, *, model: str | None = None, salt: bytes = b"", leave: int = 0) -> int:
         """The bytes that `promote` would read for these tokens now. No I/O, no MLX, nothing changes."""
         self._check_open()
         check_leave(leave)
         prompt, last = self._prompt(tokens, model, salt), self._storage.graph.last
         with self._storage.lock:
-            deepest = prompt.deepest(last, leave, whole_blocks)
+            deepest = prompt.deepest(last, leave)
             if deepest is None:
                 return 0
             required = required_images(deepest.walk, deepest.depth, last)

@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import mlx.core as mx
+
 from prefixcache.blocks.masks import mask_of
 from prefixcache.image_format import Image
 from prefixcache.layers.adapters import Layout
-from prefixcache.layers.image_layout import Plan
+from prefixcache.layers.image_layout import Plan, live_arrays
 from prefixcache.layers.read_ahead import ReadAhead
 from prefixcache.layers.restore import Restorer
 from prefixcache.layers.snapshots import leaf_nbytes
@@ -70,7 +72,7 @@ class StoredPrompt:
         """
         rows = StoredRows(self.plan, self.tokens, self.blocks)
         decoded = read_ahead.take(rows) if read_ahead is not None else None
-        return Restorer(rows, self.snapshot, room, decoded=decoded).layers(range(len(self.plan.layers)))
+        return _evaluated(Restorer(rows, self.snapshot, room, decoded=decoded).layers(range(len(self.plan.layers))))
 
     def live(self, room: int = 0) -> list[Any]:
         """The same, but layers of KVCache whose rows are TurboQuant's codes come as `TurboQuantKVCache`, which takes these
@@ -84,7 +86,7 @@ class StoredPrompt:
     def _restored(self, layers: Sequence[int], room: int, *, live: bool) -> list[Any]:
         """Make these layers alone, as `live` or as `dequantize` makes them."""
         rows = StoredRows(self.plan, self.tokens, self.blocks, layers)
-        return Restorer(rows, self.snapshot, room, live=live).layers(layers)
+        return _evaluated(Restorer(rows, self.snapshot, room, live=live).layers(layers))
 
     def _holds(self, boundary: int) -> bool:
         if self.plan.snapshots:
@@ -158,3 +160,9 @@ class StoredLayer:
     def live(self, room: int = 0) -> Any:
         """A live layer cache that takes TurboQuant's codes as they are, where it can: see `StoredPrompt.live`."""
         return self._prompt._restored([self._index], room, live=True)[0]
+
+
+def _evaluated(layers: list[Any]) -> list[Any]:
+    """Compute what is lazy, so that any thread can go on from these layers; return them."""
+    mx.eval(live_arrays(layers))
+    return layers

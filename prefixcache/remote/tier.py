@@ -17,7 +17,7 @@ from contextlib import ExitStack, suppress
 from itertools import islice
 from typing import Protocol
 
-from prefixcache.blocks.lookup import required_images
+from prefixcache.blocks.lookup import hit_depth, required_images
 from prefixcache.blocks.node import RAM, Slot, Walk
 from prefixcache.image_format import SNAPSHOT
 from prefixcache.keys import BLOCK, TOKEN_BYTES
@@ -36,7 +36,7 @@ from prefixcache.remote.stats import RemoteStats
 from prefixcache.remote.threads import DaemonThreads
 from prefixcache.remote.uploads import Uploads, name_of
 from prefixcache.tiers.namespace import Namespace
-from prefixcache.tiers.prompt import Prompt, boundary
+from prefixcache.tiers.prompt import Prompt
 from prefixcache.tiers.storage import Storage
 
 log = logging.getLogger("prefixcache")
@@ -139,7 +139,7 @@ class RemoteTier:
             return limit >= BLOCK and self._layouts_folder(prompt) not in self._client.missing
         return any(map(self._is_worth_asking, gaps))
 
-    def promote(self, prompt: Prompt, leave: int, whole_blocks: bool, prefill_rate: float | None) -> Future[int] | None:
+    def promote(self, prompt: Prompt, leave: int, prefill_rate: float | None) -> Future[int] | None:
         """Begin to read what other machines have of a prompt into RAM: the depth there at its end. None where there is
         nothing to ask. `prefill_rate`: tokens that are computed a second: more time than that saves is not spent.
         """
@@ -147,11 +147,11 @@ class RemoteTier:
             return None
         try:
             pace = Pace(time.monotonic(), self._timeout, prefill_rate)
-            return self._threads.submit(self._promote, prompt, leave, whole_blocks, pace)
+            return self._threads.submit(self._promote, prompt, leave, pace)
         except RuntimeError:  # closed
             return None
 
-    def _promote(self, prompt: Prompt, leave: int, whole_blocks: bool, pace: Pace) -> int:
+    def _promote(self, prompt: Prompt, leave: int, pace: Pace) -> int:
         """Read what all namespaces of a prompt lack, and return the depth in RAM. The wait for a thread counts as time."""
         limit = max(len(prompt) - leave, 0)
         try:
@@ -161,7 +161,7 @@ class RemoteTier:
         except EngineError:
             pass  # it is counted; the request goes on without
         with self._storage.lock:
-            deepest = prompt.deepest(RAM, leave, whole_blocks)
+            deepest = prompt.deepest(RAM, leave)
             if deepest is None:
                 return 0
             self._storage.graph.recency.touch(required_images(deepest.walk, deepest.depth, RAM))
@@ -223,7 +223,7 @@ class RemoteTier:
                 wanted & ~here == 0 for wanted, here in zip(whole_mask(windows, block * BLOCK), rows, strict=True)
             )
 
-        here = boundary(namespace, walk, graph.last, limit, False)
+        here = hit_depth(walk, graph.last, limit)
         keys = prompt.keys(namespace)[: limit // BLOCK] if limit - here >= BLOCK else ()  # else nothing is asked
         return Gap(namespace.row.root, tokens, keys, len(nodes), here, windows, namespace.tree.snapshots, has_window)
 

@@ -56,7 +56,7 @@ class Admission:
 
     def __init__(self, longest: float = 120.0, whole_blocks: bool = False):
         self.longest = longest
-        self._whole_blocks = whole_blocks  # a hit ends where a block does, but for the same prompt
+        self._whole_blocks = whole_blocks  # a hit doesn't end inside a whole block
         self.waited = 0
         self._in_vain_until = 0.0
         self._under_way: list[Computing] = []
@@ -77,7 +77,7 @@ class Admission:
             common = common_prefix(prompt.ids, ids[:-1])
             for boundary in prompt.boundaries:
                 depth = min(boundary, common) if sliceable or boundary <= common else 0
-                if self._whole_blocks and sliceable and not depth == boundary == len(ids) - 1:
+                if self._whole_blocks and sliceable and depth < len(prompt.ids) // BLOCK * BLOCK:
                     depth -= depth % BLOCK
                 gain = depth - max(has, prompt.stored)
                 if boundary <= prompt.stored or gain < LEAST or boundary - prompt.stored > 2 * gain:

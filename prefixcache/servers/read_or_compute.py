@@ -14,7 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FuturesTimeout
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import xxhash
 
@@ -101,16 +101,14 @@ class AwaitedPromotions(NamedTuple):
 class ReadOrCompute:
     """Promotes what the SSD and the remote tier have for a prompt. Thread-safe.
 
-    `longest`: seconds that a wait takes at most, whatever it may save. `whole_blocks`: as the hits to come are, see
-    `PrefixCache.fetch`.
+    `longest`: seconds that a wait takes at most, whatever it may save.
     """
 
-    def __init__(self, cache: PrefixCache, longest: float = 30.0, whole_blocks: bool = False):
+    def __init__(self, cache: PrefixCache, longest: float = 30.0):
         if not longest >= 0:
             raise ValueError(f"longest={longest!r}: give seconds, 0 or more")
         self.cache = cache
         self.longest = longest
-        self.whole_blocks = whole_blocks
         self.rates = MeasuredRates()
         self.waited = 0  # promotions that were worth a wait
         self.late = 0  # of those that `wait` waited for, those that had not ended when it stopped to pay
@@ -122,22 +120,21 @@ class ReadOrCompute:
 
     def match(self, prompt: Prompt, leave: int = 1) -> Match:
         """How deep the hit to come can be."""
-        return self.cache.match(prompt, leave=leave, whole_blocks=self.whole_blocks)
+        return self.cache.match(prompt, leave=leave)
 
     def begin(self, prompt: Prompt, match: Match, leave: int = 1) -> AwaitedPromotions | None:
         """Start to bring in what SSD and remote tier have beyond RAM, of a prompt with this `match`. None where there is
         nothing, or where computing is quicker: then what the SSD has comes too, for the next request; nobody waits for it.
         """
-        how: dict[str, Any] = {"leave": leave, "whole_blocks": self.whole_blocks}
         ranks = self.cache.ranks
         more, beyond = match.ssd - match.ram, len(prompt) - leave - match.ssd
         remote, local, reading = None, None, 0.0
         try:
-            remote = self.cache.promote_remote(prompt, prefill_rate=self.rates.prefill_rate(), **how)
+            remote = self.cache.promote_remote(prompt, leave=leave, prefill_rate=self.rates.prefill_rate())
             if more > 0:
                 if ranks is not None:  # deeper than all ranks can go is of no use
-                    how["leave"] = len(prompt) - match.ssd
-                local, reading = self._read(prompt, how)
+                    leave = len(prompt) - match.ssd
+                local, reading = self._read(prompt, leave)
         except Exception as error:
             if ranks is None:
                 raise
@@ -156,16 +153,16 @@ class ReadOrCompute:
             return AwaitedPromotions(promotions, min(max(worth_remote, worth if waits else 0.0), self.longest), True)
         return AwaitedPromotions(promotions, worth) if waits else None
 
-    def _read(self, prompt: Prompt, how: dict[str, Any]) -> tuple[Future[int], float]:
+    def _read(self, prompt: Prompt, leave: int) -> tuple[Future[int], float]:
         """Start to promote what the SSD has, and say how many seconds that takes."""
-        nbytes, started = self.cache.unread(prompt, **how), time.monotonic()
-        future = self.cache.promote_local(prompt, **how)
+        nbytes, started = self.cache.unread(prompt, leave=leave), time.monotonic()
+        future = self.cache.promote_local(prompt, leave=leave)
 
         def learn(done: Future[int]) -> None:
             seconds = time.monotonic() - started
             if not done.cancelled() and done.exception() is None:
                 with suppress(RuntimeError):  # the cache was closed
-                    self.rates.read(nbytes - self.cache.unread(prompt, **how), seconds)
+                    self.rates.read(nbytes - self.cache.unread(prompt, leave=leave), seconds)
 
         if not future.done():  # else another had begun to read it
             future.add_done_callback(learn)

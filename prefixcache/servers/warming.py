@@ -111,7 +111,9 @@ class _Warmer:
             return
         if not self._nets:
             self._load()
-        prompt = self._cache.prompt(tokens, model=self._model, salt=sequence.salt, like=self._form)
+        prompt = self._cache.prompt(
+            tokens, model=self._model, salt=sequence.salt, like=self._form, label=LABEL, whole_blocks=True
+        )
         prompt_cache, depth = self._begin(prompt)
         self._tell(number, before + depth)
         at_points = _needs_boundaries(prompt_cache)
@@ -142,7 +144,7 @@ class _Warmer:
 
     def _begin(self, prompt: Prompt) -> tuple[list[Any], int]:
         """The deepest prompt cache that RAM or SSD has for a prompt, an empty one otherwise; and its tokens."""
-        prompt_cache, rest = self._cache.fetch(prompt, leave=0, whole_blocks=True, promote=True)
+        prompt_cache, rest = self._cache.fetch(prompt, leave=0, promote=True)
         if prompt_cache is None:
             prompt_cache = [layer for net in self._nets for layer in make_prompt_cache(net)]
         return prompt_cache, len(prompt) - len(rest)
@@ -159,8 +161,7 @@ class _Warmer:
 
     def _store(self, computed: Prompt, prompt_cache: list[Any], since: int | None = None) -> None:
         """What was computed; of the blocks from token `since` on, which have just become whole, the rows are written back."""
-        chunk = since is not None
-        self._cache.store(computed, prompt_cache, label=LABEL, write_back=chunk, since=since or 0, state=not chunk)
+        self._cache.store(computed, prompt_cache, write_back_from=since, snapshot=since is None)
 
     def _tell(self, number: int, done: int) -> None:
         self.done = done

@@ -15,9 +15,7 @@ from prefixcache.tiers.prompt import Prompt
 log = logging.getLogger("prefixcache")
 
 
-def depths_of_all(
-    ranks: Ranks, prompt: Prompt, leave: int, whole_blocks: bool, depths: Callable[[list[int]], list[int]]
-) -> list[int]:
+def depths_of_all(ranks: Ranks, prompt: Prompt, leave: int, depths: Callable[[list[int]], list[int]]) -> list[int]:
     """How deep all ranks can serve a prompt from RAM, and from all tiers together. `depths` says how deep this one can, up to
     a limit for each; where it fails, nothing is served.
     """
@@ -33,12 +31,10 @@ def depths_of_all(
             return [0, 0]
 
     limits = [max(len(prompt) - leave, 0)] * 2
-    return ranks.agree(deepest, limits, _question("match", prompt, leave, whole_blocks))
+    return ranks.agree(deepest, limits, _question("match", prompt, leave))
 
 
-def taken_by_all(
-    ranks: Ranks, prompt: Prompt, leave: int, whole_blocks: bool, take: Callable[[int], tuple[Any, int]]
-) -> tuple[Any, int]:
+def taken_by_all(ranks: Ranks, prompt: Prompt, leave: int, take: Callable[[int], tuple[Any, int]]) -> tuple[Any, int]:
     """What `take(leave)` gives here and how deep it is, once it is as deep on every rank; (None, 0) where there is nothing
     that all can serve. What can't be found or decoded on one rank makes the hit of all shorter.
     """
@@ -58,11 +54,11 @@ def taken_by_all(
 
     # As many numbers as a match has: ranks that don't call the same must learn it.
     limits = [max(len(prompt) - leave, 0), 0]
-    depth = ranks.agree(deepest, limits, _question("take", prompt, leave, whole_blocks))[0]
+    depth = ranks.agree(deepest, limits, _question("take", prompt, leave))[0]
     return (taken, depth) if depth else (None, 0)
 
 
-def _question(call: str, prompt: Prompt, leave: int, whole_blocks: bool) -> int:
+def _question(call: str, prompt: Prompt, leave: int) -> int:
     """What the ranks must all ask for."""
-    about = canonical([call, len(prompt), leave, whole_blocks]).encode()
+    about = canonical([call, len(prompt), leave, prompt.terms.whole_blocks]).encode()
     return number_of(b"".join((prompt.token_bytes, prompt.salt, about)))

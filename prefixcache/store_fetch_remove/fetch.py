@@ -27,10 +27,10 @@ class PinnedPrompt(NamedTuple):
     slots: list[Slot]
 
 
-def find(storage: Storage, prompt: Prompt, leave: int, whole_blocks: bool = False) -> PinnedPrompt | None:
+def find(storage: Storage, prompt: Prompt, leave: int) -> PinnedPrompt | None:
     """Pin what RAM has of a prompt and return it, or None on a miss. The caller unpins the slots."""
     with storage.lock:
-        hit = take_hit(storage, prompt, leave, whole_blocks)
+        hit = take_hit(storage, prompt, leave)
         if hit is None:
             return None
         depth, namespace, walk, pinned = hit
@@ -55,13 +55,13 @@ def find(storage: Storage, prompt: Prompt, leave: int, whole_blocks: bool = Fals
 
 
 def fill_read_ahead(
-    storage: Storage, coming: Future[int], prompt: Prompt, leave: int, whole_blocks: bool, room: int | None
+    storage: Storage, coming: Future[int], prompt: Prompt, leave: int, room: int | None
 ) -> ReadAhead | None:
     """Decode block by block what a promotion brings, and return the buffers, or None where that can't help. What will be hit
     is a guess until all of it is there.
     """
     with storage.lock:
-        deepest = prompt.deepest(storage.graph.last, leave, whole_blocks)
+        deepest = prompt.deepest(storage.graph.last, leave)
     if deepest is None or deepest.depth <= 0 or not ReadAhead.serves(deepest.namespace.plan):
         return None
     depth, namespace, walk = deepest

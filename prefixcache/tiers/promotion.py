@@ -20,7 +20,7 @@ from prefixcache.blocks.node import RAM, Slot
 from prefixcache.image_format import ROWS, SNAPSHOT, Image
 from prefixcache.keys import BLOCK, TOKEN_BYTES
 from prefixcache.ssd import Corrupt
-from prefixcache.tiers.prompt import Prompt, boundary
+from prefixcache.tiers.prompt import Prompt
 from prefixcache.tiers.storage import Storage
 from prefixcache.tiers.tier import PendingRead
 
@@ -80,17 +80,15 @@ class SlotRead(NamedTuple):
     reservation: Reservation | None
 
 
-def promote(
-    storage: Storage, prompt: Prompt, leave: int, whole_blocks: bool = False, source: ImageSource | None = None
-) -> int:
+def promote(storage: Storage, prompt: Prompt, leave: int, source: ImageSource | None = None) -> int:
     """Bring the deepest boundary of a prompt that fits into RAM; returns the depth there.
 
-    `leave`, `whole_blocks`: see `PrefixCache.promote`. `source`: the storage's tiers unless told. Blocks on reads: call it
-    on a thread of its own.
+    `leave`: see `PrefixCache.promote`. `source`: the storage's tiers unless told. Blocks on reads: call it on a thread of its
+    own.
     """
     graph, began = storage.graph, time.monotonic()
     with storage.lock:
-        deepest = prompt.deepest(graph.last, leave, whole_blocks)
+        deepest = prompt.deepest(graph.last, leave)
         if deepest is None:
             return 0
         end, namespace, walk = deepest
@@ -98,9 +96,9 @@ def promote(
         if namespace.plan.windows or namespace.plan.snapshots:  # a part of what a boundary needs is no hit
             fits = _room(storage)
             while end and sum(s.nbytes for s in required_images(walk, end, graph.last)) > fits:
-                end = boundary(namespace, walk, graph.last, max(end - BLOCK, 0), whole_blocks)
+                end = prompt.boundary(namespace, walk, graph.last, max(end - BLOCK, 0))
         pinned = graph.pin(required_images(walk, end, graph.last))
-        before = boundary(namespace, walk, RAM, limit, whole_blocks)
+        before = prompt.boundary(namespace, walk, RAM, limit)
     try:
         missing = [slot for slot in reversed(pinned) if slot.image is None]
         _Promotion(storage, source or StorageSource(storage), before).bring(missing)
@@ -108,7 +106,7 @@ def promote(
         with storage.lock:
             storage.unpin(pinned)  # superseded tails are deleted
             walk = prompt.walk(namespace)
-            depth = boundary(namespace, walk, RAM, limit, whole_blocks)
+            depth = prompt.boundary(namespace, walk, RAM, limit)
             graph.recency.touch(required_images(walk, depth, RAM))
             storage.counters.promoted_tokens += max(depth - before, 0)
             storage.spilling.ahead(0)
@@ -125,9 +123,9 @@ class Promoter:
         self._threads = ThreadPoolExecutor(PROMOTERS, "prefixcache-promote")
         self._running: set[Future[int]] = set()
 
-    def submit(self, prompt: Prompt, leave: int, whole_blocks: bool) -> Future[int]:
+    def submit(self, prompt: Prompt, leave: int) -> Future[int]:
         """Begin one: its result is the depth in RAM. RuntimeError when closed."""
-        promoting = self._threads.submit(promote, self._storage, prompt, leave, whole_blocks)
+        promoting = self._threads.submit(promote, self._storage, prompt, leave)
         promoting.add_done_callback(self.notify)
         self._running.add(promoting)
         promoting.add_done_callback(self._running.discard)

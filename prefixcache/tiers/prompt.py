@@ -6,7 +6,9 @@ file: the planner asks in the same way.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,6 +37,17 @@ class Hit(NamedTuple):
     pinned: list[Slot]
 
 
+@dataclass(frozen=True)
+class PromptTerms:
+    """What tokens are stored and looked up under: see `PrefixCache.prompt`. `form` is a `layers.form.CacheForm`, or None."""
+
+    model: str = ""
+    salt: bytes = b""
+    form: Any = None
+    label: str = ""
+    whole_blocks: bool = False
+
+
 class Prompt:
     """The tokens of one request, for one model and one tenant. `PrefixCache.prompt` makes it.
 
@@ -48,20 +61,15 @@ class Prompt:
         namespaces: Callable[[], Sequence[Namespace]],
         token_bytes: bytes,
         given: Any = None,
-        model: str = "",
-        salt: bytes = b"",
-        form: Any = None,
+        terms: PromptTerms = PromptTerms(),
     ):
-        """`namespaces` gives those that may know the tokens (raw int64 bytes); `given` are the caller's own tokens. `form`
-        (`layers.form.CacheForm`): what the caller's prompt caches are like; None: anything.
-        """
+        """`namespaces` gives those that may know the tokens (raw int64 bytes); `given` are the caller's own tokens."""
         self._storage = storage
         self._all_namespaces = namespaces
         self.token_bytes = token_bytes
         self.given = given
-        self.model = model
-        self.salt = salt
-        self.form = form
+        self.terms = terms
+        self.model, self.salt, self.form = terms.model, terms.salt, terms.form
         self._walks: dict[bytes, Walk] = {}  # by root key; the storage's lock guards them
         self._keys: dict[bytes, list[bytes]] = {}  # by root key, as far as they were asked for; guarded likewise
 
@@ -93,10 +101,16 @@ class Prompt:
         """Return the first `count` tokens, such as those that are computed so far. Goes on from this one's walks."""
         return self._resumed(self.token_bytes[: count * TOKEN_BYTES])
 
+    def labelled(self, label: str) -> Prompt:
+        """Return the same prompt, whose stores count under another label."""
+        labelled = copy.copy(self)
+        labelled.terms = replace(self.terms, label=label)
+        return labelled
+
     def _resumed(self, token_bytes: bytes) -> Prompt:
         """Return a prompt whose tokens begin with these, or these with them."""
         given = np.frombuffer(token_bytes, "<i8")
-        resumed = Prompt(self._storage, self._all_namespaces, token_bytes, given, self.model, self.salt, self.form)
+        resumed = Prompt(self._storage, self._all_namespaces, token_bytes, given, self.terms)
         for root, walk in list(self._walks.items()):
             path = [node for node in walk.path if node.end <= len(resumed)]
             resumed._walks[root] = walk._replace(path=path, version=-1)
@@ -129,35 +143,34 @@ class Prompt:
                 keys.append(chain(keys[-1] if keys else root, self.token_bytes[block * step : (block + 1) * step]))
         return keys
 
-    def deepest(self, tier: int, leave: int = 0, whole_blocks: bool = False) -> Deepest | None:
+    def deepest(self, tier: int, leave: int = 0) -> Deepest | None:
         """Return the namespace that gives most of the tokens but the last `leave`; None where none is known."""
         deepest: Deepest | None = None
         for namespace in self.namespaces():
             walk = self.walk(namespace)
-            depth = boundary(namespace, walk, tier, max(len(self) - leave, 0), whole_blocks)
+            depth = self.boundary(namespace, walk, tier, max(len(self) - leave, 0))
             if deepest is None or depth > deepest.depth:
                 deepest = Deepest(depth, namespace, walk)
         return deepest
 
-
-def boundary(namespace: Namespace, walk: Walk, tier: int, limit: int, whole_blocks: bool) -> int:
-    """Return the deepest boundary, at most `limit`, that can be hit; with `whole_blocks` one where a whole block ends, or the
-    prompt itself in a tail that is its own, kept as it is: see `PrefixCache.fetch`.
-    """
-    depth = hit_depth(walk, tier, limit)
-    if not whole_blocks or namespace.plan.snapshots or namespace.plan.lossless:
+    def boundary(self, namespace: Namespace, walk: Walk, tier: int, limit: int) -> int:
+        """Return the deepest boundary, at most `limit`, that can be hit; of a prompt with `whole_blocks` one at the end of a
+        whole block, or in an incomplete one whose rows are kept as they are.
+        """
+        depth = hit_depth(walk, tier, limit)
+        if not self.terms.whole_blocks or namespace.plan.snapshots or namespace.plan.lossless:
+            return depth
+        while depth > 0:
+            node = next(node for node in walk.nodes if node.end >= depth)
+            if node.end == depth if node.is_whole else not _is_coded(namespace, node):
+                break
+            depth = hit_depth(walk, tier, node.start)
         return depth
-    while depth > 0:
-        node = next(node for node in walk.nodes if node.end >= depth)
-        if node.end == depth and (node.is_whole or (depth == limit and not _is_coded(namespace, node))):
-            break
-        depth = hit_depth(walk, tier, node.start)
-    return depth
 
 
-def take_hit(storage: Storage, prompt: Prompt, leave: int, whole_blocks: bool = False) -> Hit | None:
+def take_hit(storage: Storage, prompt: Prompt, leave: int) -> Hit | None:
     """Pin the RAM images of the deepest hit and return it, or None. The caller unpins, and calls `count_hit`."""
-    deepest = prompt.deepest(RAM, leave, whole_blocks)
+    deepest = prompt.deepest(RAM, leave)
     if deepest is None or deepest.depth <= 0:
         return None
     return Hit(*deepest, storage.graph.pin(pin_leaves(required_images(deepest.walk, deepest.depth, RAM))))

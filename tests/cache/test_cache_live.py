@@ -92,7 +92,7 @@ def test_a_model_goes_on_from_a_compressed_hit_as_from_the_cache_that_was_stored
     with PrefixCache(ram="100MB", codec=CODEC) as cache:
         stored = cache.store(tokens, live, model="m")
         assert (stored.tokens, stored.new_tokens) == (400, 400)
-        back, rest = cache.fetch(tokens, model="m", leave=0, compressed=True)
+        back, rest = states.compressed(cache, tokens, leave=0)
         assert back is not None
         assert rest == []
         assert [type(leaf) for leaf in leaves(back)] == [type(leaf) for leaf in leaves(live)]
@@ -107,7 +107,7 @@ def test_a_model_goes_on_from_a_compressed_hit_as_from_the_cache_that_was_stored
         cache.check_integrity()
 
         # The rows of rings and chunks were encoded on their way; so take them from another hit.
-        again = cache.fetch(tokens, model="m", leave=0, compressed=True)[0]
+        again = states.compressed(cache, tokens, leave=0)[0]
         assert again is not None
         numbers = {i for i, leaf in enumerate(leaves(live)) if isinstance(leaf, TurboQuantKVCache)}
         own, others = leaves(list(map(by_codes_alone, live))), leaves(again)
@@ -141,13 +141,13 @@ def test_turns_of_a_chat_add_their_codes_and_change_none(model: Any) -> None:
         before: list[Any] = []
         for turn in range(5):
             cache.store(tokens, live, model="m")
-            back = cache.fetch(tokens, model="m", leave=0, compressed=True)[0]
+            back = states.compressed(cache, tokens, leave=0)[0]
             assert back is not None
             if coded(live):
                 assert same_bits(live, back, len(tokens))
             if before:
                 assert same_bits(before, back, len(tokens) - 41)
-            before, live = cache.fetch(tokens, model="m", leave=0, compressed=True)[0] or [], back
+            before, live = states.compressed(cache, tokens, leave=0)[0] or [], back
             if turn == 2:
                 live = cache.fetch(tokens, model="m", leave=0)[0]
             more = prompt(41, turn + 1)
@@ -164,11 +164,11 @@ def test_a_short_first_turn_waits_and_is_coded_when_it_is_long_enough() -> None:
         live: Any = make_prompt_cache(model, CODEC)
         feed(model, live, tokens[:90])
         cache.store(tokens[:90], live, model="m")
-        live, rest = cache.fetch(tokens, model="m", compressed=True)
+        live, rest = states.compressed(cache, tokens)
         assert len(rest) == 610
         feed(model, live, rest)
         cache.store(tokens, live, model="m")
-        back = cache.fetch(tokens, model="m", leave=0, compressed=True)[0]
+        back = states.compressed(cache, tokens, leave=0)[0]
         assert back is not None
         assert same_bits(live, back, 700)
         assert cache.stats().counters.recoded_tokens == 0
@@ -182,7 +182,7 @@ def test_layers_that_a_codec_leaves_raw_stay_plain_beside_compressed_ones() -> N
     feed(model, live, tokens)
     with PrefixCache(ram="100MB", codec=codec) as cache:
         assert cache.store(tokens, live, model="m").raw_layers == (0, 3)
-        back = cache.fetch(tokens, model="m", leave=0, compressed=True)[0]
+        back = states.compressed(cache, tokens, leave=0)[0]
         assert back is not None
         assert [type(leaf).__name__ for leaf in back] == [type(leaf).__name__ for leaf in live]
         assert same_bits(live, back, 400)
@@ -220,7 +220,8 @@ class LiveMachine(LevelledMachine):
         """Store, fetch, read on, in this form and that."""
         self._keep(tokens, self.live(tokens) if forms[0] else states.uneven(tokens))
         for compressed in forms[1:]:
-            made, rest = self.cache.fetch(tokens, model="m", leave=0, compressed=compressed)
+            fetch = states.compressed if compressed else PrefixCache.fetch
+            made, rest = fetch(self.cache, tokens, model="m", leave=0)
             if made is None:
                 return
             depth = len(tokens) - len(rest)

@@ -122,7 +122,7 @@ class CacheMachine(RuleBasedStateMachine):
         made, rest = self.cache.fetch(tokens, model="m", leave=leave)
         if made is not None:
             depth = len(tokens) - len(rest)
-            stored = self.cache.store(tokens[:depth], made, model="m", write_back=write_back)
+            stored = self.cache.store(tokens[:depth], made, model="m", write_back_from=0 if write_back else None)
             self.check(made, tokens[:depth])
             self.stored.append(tokens[: stored.tokens])
             if self.roomy:
@@ -402,10 +402,11 @@ class NeighboursMachine(CacheMachine):
 
     @rule(tokens=prompts)
     def store_behind_a_hit(self, tokens):
-        made, rest = self.cache.fetch(tokens, model="m", whole_blocks=True, promote=True)
-        depth = len(tokens) - len(rest)
-        if depth % 256 == 0:  # a prompt that is known to its end is hit there
-            self._in_steps(tokens, made if made is not None else states.LAYERS[self.layers](), depth)
+        made, rest = self.cache.fetch(self.asked(tokens), promote=True)
+        self._in_steps(tokens, made if made is not None else states.LAYERS[self.layers](), len(tokens) - len(rest))
+
+    def asked(self, tokens):
+        return self.cache.prompt(tokens, model="m", whole_blocks=True)
 
     def _in_steps(self, tokens, live, at):
         states.stored_in_steps(self.cache, tokens, live, at, self.step)
@@ -417,7 +418,7 @@ class NeighboursMachine(CacheMachine):
 
     @rule(tokens=prompts, leave=st.integers(0, 3))
     def fetch(self, tokens, leave):
-        made, rest = self.cache.fetch(tokens, model="m", leave=leave, whole_blocks=True, promote=True)
+        made, rest = self.cache.fetch(self.asked(tokens), leave=leave, promote=True)
         if made is not None:
             self.as_if_alone(tokens[: len(tokens) - len(rest)], made)
 

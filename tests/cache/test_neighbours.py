@@ -105,7 +105,7 @@ def test_rows_that_a_hit_gave_keep_their_codes(layers, write_back):
         given_rows = states.held(live)
         assert depth in (490, 256)
         states.fed_uneven(live, tokens, depth)
-        cache.store(tokens, live, model="m", write_back=write_back, since=depth)
+        cache.store(tokens, live, model="m", write_back_from=depth if write_back else None)
         cache.trim_to(cache.stats().ram_limit)
         made = cache.fetch(tokens, model="m", leave=0)[0]
         assert differing(made, given_rows, depth) == [[], []]
@@ -126,7 +126,7 @@ def test_prompts_stored_in_any_order_are_as_each_is_alone(data):
         for tokens in order:
             live, at = states.LAYERS[layers](), 0
             if data.draw(st.booleans(), label="behind a hit"):
-                made, rest = cache.fetch(tokens, model="m", whole_blocks=True)
+                made, rest = cache.fetch(cache.prompt(tokens, model="m", whole_blocks=True))
                 at = len(tokens) - len(rest)
                 live = made if made is not None else live
             states.stored_in_steps(cache, tokens, live, at, step)
@@ -134,20 +134,20 @@ def test_prompts_stored_in_any_order_are_as_each_is_alone(data):
         for tokens in order:
             made, rest = cache.fetch(tokens, model="m", leave=0)
             assert rest == []
-            whole = len(tokens) // 256 * 256  # a tail that others go on from is theirs: see `fetch(whole_blocks=)`
+            whole = len(tokens) // 256 * 256  # a tail that others go on from is theirs: see `prompt(whole_blocks=)`
             alone = states.by_itself(tuple(tokens), codec, layers, step)
             assert differing(made, alone, whole) == [[], []]
 
 
 def answered(cache: PrefixCache, model: Any, prompt: list[int], count: int = 24) -> list[int]:
     """As a server answers: behind a hit that ends with a block, in chunks of one, stored after each."""
-    live, rest = cache.fetch(prompt, model="m", whole_blocks=True)
+    live, rest = cache.fetch(cache.prompt(prompt, model="m", whole_blocks=True))
     at = len(prompt) - len(rest)
     live = live if live is not None else make_prompt_cache(model)
     while at < len(prompt) - 1:
         end = min(at + 256, len(prompt) - 1)
         model(mx.array([prompt[at:end]]), cache=live)
-        cache.store(prompt[:end], live, model="m", write_back=True, since=at, whole_blocks=True)
+        cache.store(prompt[:end], live, model="m", write_back_from=at)
         at = end
     return greedy(model, live, prompt[-1:], count)
 

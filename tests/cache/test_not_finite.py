@@ -117,7 +117,7 @@ def test_a_prefill_in_chunks_ends_its_stores_there(codec):
         for at in range(0, 1024, 256):
             for layer in live:
                 layer.update_and_fetch(keys[..., at : at + 256, :], values[..., at : at + 256, :])
-            cache.store(tokens[: at + 256], live, model="m", write_back=True, since=at)
+            cache.store(tokens[: at + 256], live, model="m", write_back_from=at)
         for layer in live:
             assert mx.array_equal(layer.keys[..., 512:1024, :], keys[..., 512:, :], equal_nan=True)
             assert mx.array_equal(layer.values[..., 512:1024, :], values[..., 512:, :])
@@ -189,7 +189,7 @@ def test_whatever_is_broken_is_never_fetched(data):
             at = data.draw(st.integers(0, count - 1), label="at")
             tokens = [*range(min(shared, count)), *range(10_000 * (number + 1), 10_000 * (number + 1) + count)][:count]
             write_back = data.draw(st.booleans(), label="write back")
-            cache.store(tokens, layers(kind, count, bad, at), model="m", write_back=write_back)
+            cache.store(tokens, layers(kind, count, bad, at), model="m", write_back_from=0 if write_back else None)
             prompts.append(tokens)
             cache.check_integrity()
         for tokens in prompts:

@@ -101,11 +101,12 @@ def test_it_is_what_promote_and_fetch_give_to_the_byte(tmp_path, taken, codec, m
 )
 def test_wherever_the_hit_ends(tmp_path_factory, stored, asked, leave, whole_blocks, room, codec, kept):
     """The first `kept` blocks are in RAM already."""
-    how = {"model": "m", "leave": leave, "whole_blocks": whole_blocks, "room": room}
+    how = {"leave": leave, "room": room}
     with cold(tmp_path_factory.mktemp("ssd"), codec, wide, LONG[:stored]) as cache:
         cache.promote(LONG[: min(stored, 256 * kept)], model="m").result(10)
-        made, rest = cache.fetch(LONG[:asked], promote=True, **how)
-        again, same = cache.fetch(LONG[:asked], **how)
+        prompt = cache.prompt(LONG[:asked], model="m", whole_blocks=whole_blocks)
+        made, rest = cache.fetch(prompt, promote=True, **how)
+        again, same = cache.fetch(prompt, **how)
         assert rest == same
         assert (made is None) == (again is None)
         assert made is None or arrays_of(made) == arrays_of(again)
@@ -136,22 +137,22 @@ def test_a_window_s_rows_come_for_the_boundary_that_is_hit(tmp_path, parts):
     prompt = LONG[:580]
     with PrefixCache(ram="50MB", ssd_dir=tmp_path / "ssd", ssd="50MB") as cache:
         live = sliding(prompt[:512])
-        cache.store(prompt[:512], live, model="m", write_back=True)
-        cache.store(prompt, sliding(prompt, 512, live), model="m", write_back=True, since=512)
+        cache.store(prompt[:512], live, model="m", write_back_from=0)
+        cache.store(prompt, sliding(prompt, 512, live), model="m", write_back_from=512)
         assert cache.flush(30)
         cache.trim_to(0)
-        asked = [*prompt[:570], *[7] * 50]
-        how = {"model": "m", "whole_blocks": True}
-        assert cache.match(asked, leave=1, **how) == (0, 512)
+        parted = [*prompt[:500], *[7] * 120]
+        asked = cache.prompt(parted, model="m", whole_blocks=True)
+        assert cache.match(asked, leave=1) == (0, 256)
         if parts == 1:
-            made, rest = cache.fetch(asked, promote=True, **how)
+            made, rest = cache.fetch(asked, promote=True)
         else:
-            cache.promote(asked, model="m").result(10)  # of another boundary, first
-            assert cache.promote(asked, leave=1, **how).result(10) == 512
-            made, rest = cache.fetch(asked, **how)
-        assert len(rest) == 620 - 512
-        assert [layer.offset for layer in made] == [512, 512]
-        assert cache.unread(asked, leave=1, **how) == 0
+            cache.promote(parted, model="m").result(10)  # of another boundary, first
+            assert cache.promote(asked, leave=1).result(10) == 256
+            made, rest = cache.fetch(asked)
+        assert len(rest) == 620 - 256
+        assert [layer.offset for layer in made] == [256, 256]
+        assert cache.unread(asked, leave=1) == 0
 
 
 def test_closed_meanwhile_is_said(tmp_path):
@@ -177,14 +178,6 @@ def test_closed_meanwhile_is_said(tmp_path):
     for thread in threads:
         thread.join()
     assert all(isinstance(error, RuntimeError) and "closed" in str(error) for error in errors), errors
-
-
-def test_a_compressed_fetch_waits_too(tmp_path, taken):
-    with cold(tmp_path / "ssd", "turboquant:4", wide, LONG) as cache:
-        made, rest = cache.fetch([*LONG, 7], model="m", promote=True, compressed=True)
-        assert rest == [7]
-        assert made[0].offset == 1000
-        assert not taken
 
 
 @pytest.mark.parametrize("block", range(4))

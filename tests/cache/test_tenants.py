@@ -229,7 +229,8 @@ def test_all_that_is_written_is_for_the_owner_alone_under_any_umask(tmp_path):
 def test_no_name_from_outside_becomes_a_path(tmp_path, name):
     root = tmp_path / "ssd"
     with opened(root) as cache:
-        cache.store([1] * 300, states.sliceable([1] * 300), model=name, salt=name.encode(), label=name)
+        prompt = cache.prompt([1] * 300, model=name, salt=name.encode(), label=name)
+        cache.store(prompt, states.sliceable([1] * 300))
         cache.flush()
         assert cache.match([1] * 300, model=name, salt=name.encode()).ssd == 300
     allowed = set("0123456789abcdef")

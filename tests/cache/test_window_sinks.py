@@ -105,7 +105,7 @@ def test_whatever_is_stored_in_whatever_order(stores, chunk, write_back):
         for i, (length, branch) in enumerate(stores):
             prompt = [*PROMPT[: length - 1], 5000 + i] if branch else PROMPT[:length]
             live = cache_of(prompt, chunk=chunk)
-            cache.store(prompt, live, model="m", write_back=write_back)
+            cache.store(prompt, live, model="m", write_back_from=0 if write_back else None)
             if write_back:
                 check_live = [own for own in live if own.offset <= 512]
                 for layer, own in enumerate(check_live):

@@ -90,7 +90,7 @@ def test_rows_of_whole_blocks_become_what_a_fetch_gives(
     tokens, live = list(range(700)), extend([KVCache(), KVCache()], some_rows(700, dtype=dtype), 0, 700)
     before = held(live)
     with PrefixCache(ram="50MB", codec=codec) as cache:
-        cache.store(tokens, live, model="m", write_back=True)
+        cache.store(tokens, live, model="m", write_back_from=0)
         assert changed(before, live) == [set(range(SINKS, 512))] * 2
         assert [layer.offset for layer in live] == [700, 700]
         assert alike(live, fetched(cache, tokens))
@@ -109,7 +109,7 @@ def test_images_are_the_same_with_and_without_and_however_rows_are_encoded(
             empty = [KVCache(), WINDOWS[window]() if window is not None else KVCache()]
             live = extend(empty, some_rows(5000), 0, 5000)
             with PrefixCache(ram="80MB", codec="turboquant:4:3") as cache:
-                cache.store(list(range(5000)), live, model="m", write_back=write_back)
+                cache.store(list(range(5000)), live, model="m", write_back_from=0 if write_back else None)
                 made.append(images(cache))
                 back = fetched(cache, list(range(5000)))
                 assert not write_back or alike(live, back)
@@ -149,7 +149,7 @@ def test_windows_too(window: str, total: int, here: bool, monkeypatch: pytest.Mo
     tokens, live = list(range(total)), extend([KVCache(), WINDOWS[window]()], some_rows(total), 0, total)
     before = held(live)
     with PrefixCache(ram="50MB", codec="turboquant") as cache:
-        cache.store(tokens, live, model="m", write_back=True)
+        cache.store(tokens, live, model="m", write_back_from=0)
         whole = total // BLOCK * BLOCK
         full, windowed = changed(before, live)
         assert full == set(range(SINKS, whole))
@@ -167,7 +167,7 @@ def test_a_prefill_in_chunks_of_whole_blocks_goes_on_from_what_is_stored(window:
             end = min(at + BLOCK, total)
             extend(live, rows, at, end)
             tokens = list(range(end))
-            cache.store(tokens, live, model="m", write_back=True, since=at)
+            cache.store(tokens, live, model="m", write_back_from=at)
             assert alike(live, fetched(cache, tokens))
             cache.check_integrity()
 
@@ -177,15 +177,15 @@ def test_blocks_before_that_of_since_are_left_alone(since: int) -> None:
     tokens, live = list(range(700)), extend([KVCache(), RotatingKVCache(2000)], some_rows(700), 0, 700)
     before = held(live)
     with PrefixCache(ram="50MB", codec="turboquant") as cache:
-        cache.store(tokens, live, model="m", write_back=True, since=since)
+        cache.store(tokens, live, model="m", write_back_from=since)
         assert changed(before, live) == [set(range(max(since // BLOCK * BLOCK, SINKS), 512))] * 2
 
 
-@pytest.mark.parametrize("since", [-1, 1.5, True, "0"])
-def test_since_is_a_number_of_tokens(since: Any) -> None:
+@pytest.mark.parametrize("first", [-1, 1.5, True, "0"])
+def test_rows_are_written_back_from_a_number_of_tokens(first: Any) -> None:
     live = extend([KVCache(), KVCache()], some_rows(20), 0, 20)
-    with PrefixCache(ram="50MB") as cache, pytest.raises(ValueError, match="store: since"):
-        cache.store(list(range(20)), live, model="m", write_back=True, since=since)
+    with PrefixCache(ram="50MB") as cache, pytest.raises(ValueError, match="store: write_back_from"):
+        cache.store(list(range(20)), live, model="m", write_back_from=first)
 
 
 @pytest.mark.parametrize("stood", [256, 300, 512, 700])
@@ -196,7 +196,7 @@ def test_blocks_that_stood_already_are_decoded_into_the_live_cache(stood: int) -
         cache.store(tokens[:stood], extend([KVCache(), RotatingKVCache(2000)], some_rows(700, 1), 0, stood), model="m")
         live = extend([KVCache(), RotatingKVCache(2000)], rows, 0, 700)
         before = held(live)
-        cache.store(tokens, live, model="m", write_back=True)
+        cache.store(tokens, live, model="m", write_back_from=0)
         assert changed(before, live) == [set(range(512))] * 2
         back = fetched(cache, tokens)
         of_live, of_back = held(live), held(back)
@@ -211,10 +211,10 @@ def test_blocks_that_stood_already_are_decoded_into_the_live_cache(stood: int) -
 def test_a_second_store_changes_nothing_and_stores_nothing() -> None:
     tokens, live = list(range(700)), extend([KVCache(), RotatingKVCache(300, 4)], some_rows(700), 0, 700)
     with PrefixCache(ram="50MB", codec="turboquant") as cache:
-        cache.store(tokens, live, model="m", write_back=True)
+        cache.store(tokens, live, model="m", write_back_from=0)
         before = held(live)
         for _ in range(3):
-            stored = cache.store(tokens, live, model="m", write_back=True)
+            stored = cache.store(tokens, live, model="m", write_back_from=0)
             assert (stored.new_tokens, stored.new_bytes) == (0, 0)
             assert changed(before, live) == [set(), set()]
             live = fetched(cache, tokens)
@@ -225,7 +225,7 @@ def test_a_lossless_codec_leaves_every_bit() -> None:
     tokens, live = list(range(700)), extend([KVCache(), RotatingKVCache(300, 4)], some_rows(700), 0, 700)
     before = held(live)
     with PrefixCache(ram="50MB", codec="raw") as cache:
-        cache.store(tokens, live, model="m", write_back=True)
+        cache.store(tokens, live, model="m", write_back_from=0)
         assert changed(before, live) == [set(), set()]
         assert alike(live, fetched(cache, tokens))
 
@@ -236,7 +236,7 @@ def test_layers_that_are_kept_as_they_are_stay_so_beside_coded_ones() -> None:
     latent.update_and_fetch(mx.random.normal((1, 1, 700, 512)), mx.random.normal((1, 1, 700, 64)))
     before = held([*live, latent])
     with PrefixCache(ram="50MB", codec="turboquant") as cache:
-        cache.store(tokens, [*live, latent], model="m", write_back=True)
+        cache.store(tokens, [*live, latent], model="m", write_back_from=0)
         assert changed(before, [*live, latent]) == [set(range(SINKS, 512))] * 2 + [set()]
         assert alike([*live, latent], fetched(cache, tokens))
 
@@ -248,7 +248,7 @@ def test_recurrent_state_beside_rows_is_not_touched() -> None:
     bits = [np.array(array) for array in state.cache]
     layers = [CacheList(state, live[0]), live[1]]
     with PrefixCache(ram="50MB", codec="turboquant") as cache:
-        assert cache.store(tokens, layers, model="m", write_back=True).snapshot
+        assert cache.store(tokens, layers, model="m", write_back_from=0).snapshot
         back = fetched(cache, tokens)
         assert alike(live, [back[0][1], back[1]])
         for own in (state, back[0][0]):
@@ -265,7 +265,7 @@ def test_live_caches_of_codes_are_left_alone() -> None:
     with PrefixCache(ram="50MB", codec="turboquant") as cache:
         before = held(live[1:])
         cache.store(tokens[:300], extend([KVCache(), KVCache()], some_rows(700, 1), 0, 300), model="m")
-        cache.store(tokens, live, model="m", write_back=True)
+        cache.store(tokens, live, model="m", write_back_from=0)
         layer = live[0]._layer
         now = [part.arrays[0] for part in (layer.codes, layer.sinks, layer.recent)]
         assert all(np.array_equal(a, b) for a, b in zip((codes, sinks, recent), now, strict=True))
@@ -276,7 +276,7 @@ def test_a_prompt_cache_that_is_longer_than_the_tokens_keeps_what_lies_beyond() 
     live = extend([KVCache(), KVCache()], some_rows(700), 0, 700)
     before = held(live)
     with PrefixCache(ram="50MB", codec="turboquant") as cache:
-        cache.store(list(range(300)), live, model="m", write_back=True)
+        cache.store(list(range(300)), live, model="m", write_back_from=0)
         assert changed(before, live) == [set(range(SINKS, 256))] * 2
         assert [layer.offset for layer in live] == [700, 700]
 
@@ -285,7 +285,7 @@ def test_what_found_no_room_is_no_worse_than_before() -> None:
     """Rows that were not stored are as they were, or as they would have been stored."""
     tokens, live = list(range(3000)), extend([KVCache(), KVCache()], some_rows(3000), 0, 3000)
     with PrefixCache(ram="200kB", codec="turboquant") as cache:
-        stored = cache.store(tokens, live, model="m", write_back=True)
+        stored = cache.store(tokens, live, model="m", write_back_from=0)
         assert 0 < stored.tokens < 3000
         assert alike(live, fetched(cache, tokens[: stored.tokens]))
         assert cache.stats().pinned == 0
@@ -298,9 +298,9 @@ def test_a_prompt_that_ends_within_a_block_that_stands_keeps_its_tail_as_it_was_
         cache.store(list(range(512)), extend([KVCache(), RotatingKVCache(2000)], some_rows(512), 0, 512), model="m")
         live = extend([KVCache(), RotatingKVCache(2000)], some_rows(512), 0, tokens)
         alone = extend([KVCache(), RotatingKVCache(2000)], some_rows(512), 0, tokens)
-        cache.store(list(range(tokens)), live, model="m", write_back=True)
+        cache.store(list(range(tokens)), live, model="m", write_back_from=0)
     with PrefixCache(ram="50MB", codec="turboquant") as fresh:
-        fresh.store(list(range(tokens)), alone, model="m", write_back=True)
+        fresh.store(list(range(tokens)), alone, model="m", write_back_from=0)
     assert alike(live, alone)
 
 
@@ -350,7 +350,7 @@ def test_rows_of_a_tail_s_window_that_the_live_cache_has_forgotten_are_coded_wit
     with PrefixCache(ram="50MB", codec="turboquant") as cache:
         for at, end in ((0, first), (first, total)):
             extend(live, rows, at, end, chunk=1 if end == total else 100)
-            cache.store(tokens[:end], live, model="m", write_back=True)
+            cache.store(tokens[:end], live, model="m", write_back_from=0)
             assert alike(live, fetched(cache, tokens[:end]))
         early = fetched(cache, tokens[:first])
         keys = np.array(early[1].keys[..., :first, :]).astype(np.float64)[:, :, 1:]
@@ -365,9 +365,9 @@ def test_a_prompt_that_parts_within_a_whole_block_has_a_tail_with_windows(shared
     rows = some_rows(1000)
     with PrefixCache(ram="50MB", codec="turboquant") as cache:
         live: list[Any] = extend([KVCache(), WINDOWS[window]()], rows, 0, 300, chunk=300)
-        cache.store(list(range(300)), live, model="m", write_back=True)
+        cache.store(list(range(300)), live, model="m", write_back_from=0)
         extend(live, rows, 300, 600, chunk=300)
-        cache.store(list(range(600)), live, model="m", write_back=True)
+        cache.store(list(range(600)), live, model="m", write_back_from=0)
         fork = [*range(shared), *range(5000, 5200)]
         back, rest = cache.fetch(fork, model="m", leave=0)
         assert back is not None
@@ -375,7 +375,7 @@ def test_a_prompt_that_parts_within_a_whole_block_has_a_tail_with_windows(shared
         for end in (min(shared + 30, 511), shared + 200):
             at = back[0].offset
             extend(back, rows, at, end)
-            cache.store(fork[:end], back, model="m", write_back=True)
+            cache.store(fork[:end], back, model="m", write_back_from=0)
             assert alike(back, fetched(cache, fork[:end]))
             cache.check_integrity()
 
@@ -406,7 +406,7 @@ def test_rows_of_a_block_never_change_once_they_are_written(data: st.DataObject)
             extend(live, texts[text], before, end)
             tokens = [*tokens, *range(10_000 * text + before, 10_000 * text + end)]
             since = data.draw(st.sampled_from([0, before]), label="since")
-            assert cache.store(tokens, live, model="m", write_back=True, since=since).tokens == end
+            assert cache.store(tokens, live, model="m", write_back_from=since).tokens == end
             cache.check_integrity()
             now = images(cache)
             assert all(now[key] == image for key, image in written.items() if key[0] == "rows")
@@ -426,11 +426,11 @@ def test_a_branch_whose_twin_has_forgotten_its_window(here: bool, step: int, mon
         other = [KVCache(), RotatingKVCache(300)]
         for at in range(0, 768, step):
             extend(other, some_rows(768), at, min(at + step, 768))
-        cache.store(first, other, model="m", write_back=True)
+        cache.store(first, other, model="m", write_back_from=0)
         live = [KVCache(), RotatingKVCache(300)]
         for at in range(0, 512, step):
             extend(live, some_rows(768), at, at + step)
-        cache.store(second, live, model="m", write_back=True)
+        cache.store(second, live, model="m", write_back_from=0)
         assert alike(live, fetched(cache, second))
 
 
@@ -440,8 +440,21 @@ def test_what_is_kept_as_it_is_of_blocks_that_stood_is_put_back_too() -> None:
     with PrefixCache(ram="50MB", codec=TurboQuant(layers={0: None})) as cache:
         for seed in (1, 2):
             live = extend([KVCache(), RotatingKVCache(2000, 6)], some_rows(700, seed), 0, 700)
-            cache.store(tokens[:512], live, model="m", write_back=True)
+            cache.store(tokens[:512], live, model="m", write_back_from=0)
             back = fetched(cache, tokens[:512])
             for own, other in zip(held(live), held(back), strict=True):
                 for part in PARTS:
                     assert {t: b for t, b in own[part].items() if t < 512} == other[part]
+
+
+def test_a_hit_ends_anywhere_in_an_incomplete_block_and_never_inside_a_whole_one() -> None:
+    tokens = list(range(600))
+    with PrefixCache(ram="50MB", codec="turboquant:4") as cache:
+
+        def depth(parts_at: int) -> int:
+            return cache.match(cache.prompt([*tokens[:parts_at], 9999], model="m", whole_blocks=True)).ram
+
+        cache.store(tokens[:400], extend([KVCache(), KVCache()], some_rows(400), 0, 400), model="m")
+        assert [depth(at) for at in (100, 256, 257, 300, 400, 500)] == [0, 256, 257, 300, 400, 400]
+        cache.store(tokens, extend([KVCache(), KVCache()], some_rows(600), 0, 600), model="m")
+        assert [depth(at) for at in (300, 400, 512, 550, 600)] == [256, 256, 512, 550, 600]

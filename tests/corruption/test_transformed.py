@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from prefixcache import PrefixCache
 from prefixcache.image_format import DTYPES, Blueprint, Image, Spec
+from tests.models import states
 from tests.models.transforming import Tiny, prompt, tiny
 
 from .directories import copy, execute, file_of, remove, rows_of, settled
@@ -227,9 +228,18 @@ OTHER_NUMBERS = [rows_of_zeros, rows_as_they_are, largest_offsets]  # whoever wr
 EITHER = [another_gain, swapped_groups]
 
 
-def depth(cache: PrefixCache, model: Tiny, tokens: list[int] = TOKENS, **more) -> int:
+def depth(
+    cache: PrefixCache,
+    model: Tiny,
+    tokens: list[int] = TOKENS,
+    *,
+    promote: bool = False,
+    whole_blocks: bool = False,
+) -> int:
     """What a fetch gives: its shapes are right."""
-    made, rest = cache.fetch(tokens, model=model.identity, leave=0, **more)
+    made, rest = cache.fetch(
+        cache.prompt(tokens, model=model.identity, whole_blocks=whole_blocks), leave=0, promote=promote
+    )
     cache.check_integrity()
     found = len(tokens) - len(rest)
     if made is None:
@@ -237,12 +247,11 @@ def depth(cache: PrefixCache, model: Tiny, tokens: list[int] = TOKENS, **more) -
         return 0
     for layer in made:
         assert layer.offset == found
-        if not more.get("compressed"):
-            for array in (layer.keys, layer.values):
-                assert array.dtype == mx.bfloat16
-                assert array.shape[:2] == (1, 2)
-                assert array.shape[2] >= found
-                assert array.shape[3] == 32
+        for array in (layer.keys, layer.values):
+            assert array.dtype == mx.bfloat16
+            assert array.shape[:2] == (1, 2)
+            assert array.shape[2] >= found
+            assert array.shape[3] == 32
     return found
 
 
@@ -275,16 +284,16 @@ def test_what_can_be_decoded_has_the_right_shapes(root, model, change):
         wanted = {LENGTH} if change in OTHER_NUMBERS else {256, LENGTH}
         assert depth(cache, model, promote=True) in wanted
         assert depth(cache, model) in wanted
-        assert depth(cache, model, compressed=True) in wanted
+        assert states.compressed(cache, TOKENS, model=model.identity)[0] is not None
 
 
 @pytest.mark.parametrize("change", [more_words_that_are_there, random_words, infinite_offsets])
-@pytest.mark.parametrize("more", [{}, {"compressed": True}, {"whole_blocks": True}], ids=str)
-def test_every_fetch_takes_damage_for_a_miss(root, model, change, more):
+@pytest.mark.parametrize("whole_blocks", [False, True])
+def test_every_fetch_takes_damage_for_a_miss(root, model, change, whole_blocks):
     changed(root, model, 1, change)
     with opened(root) as cache:
         assert cache.promote(TOKENS, model=model.identity).result(30) == LENGTH
-        assert depth(cache, model, **more) == 256
+        assert depth(cache, model, whole_blocks=whole_blocks) == 256
         assert cache.stats().counters.corrupt == 1
 
 
@@ -309,14 +318,14 @@ def test_damaged_codes_are_not_taken_over_by_a_prompt_that_shares_them(root, mod
     other = TOKENS[:200] + prompt(400, 5)
     with opened(root) as cache:
         cache.promote(TOKENS, model=model.identity).result(30)
-        cache.store(other, model.prefill(other), model=model.identity, write_back=write_back)
+        cache.store(other, model.prefill(other), model=model.identity, write_back_from=0 if write_back else None)
         assert depth(cache, model, other) == len(other)
         assert cache.stats().counters.corrupt == 0
-        cache.store(TOKENS, model.prefill(TOKENS), model=model.identity, write_back=write_back)
+        cache.store(TOKENS, model.prefill(TOKENS), model=model.identity, write_back_from=0 if write_back else None)
         assert depth(cache, model, other) == len(other)
         assert depth(cache, model) == 0
         assert cache.stats().counters.corrupt == 1
-        cache.store(TOKENS, model.prefill(TOKENS), model=model.identity, write_back=write_back)
+        cache.store(TOKENS, model.prefill(TOKENS), model=model.identity, write_back_from=0 if write_back else None)
         assert depth(cache, model) == LENGTH
 
 

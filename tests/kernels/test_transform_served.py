@@ -97,10 +97,10 @@ def test_a_prompt_that_goes_on_from_half_a_block_takes_over_its_codes(served):
 def test_write_back_leaves_in_the_live_cache_what_a_fetch_gives(served):
     model, cache = served
     live = model.prefill(TOKENS)
-    cache.store(TOKENS, live, model=model.identity, write_back=True)
+    cache.store(TOKENS, live, model=model.identity, write_back_from=0)
     assert near(model, rows(live, len(TOKENS)), rows(fetched(cache, model, TOKENS), len(TOKENS)))
     again = model.prefill(TOKENS)
-    cache.store(TOKENS, again, model=model.identity, write_back=True)
+    cache.store(TOKENS, again, model=model.identity, write_back_from=0)
     assert near(model, rows(again, len(TOKENS)), rows(live, len(TOKENS)))
 
 

@@ -21,6 +21,7 @@ from mlx_lm.models.cache import (
 from prefixcache import CacheError, PrefixCache, Raw, TurboQuant, allow
 from prefixcache.layers import Plan, read
 from prefixcache.layers.classes import _allowed
+from tests.models import states
 
 TOKENS = list(range(600))
 
@@ -378,8 +379,8 @@ def test_no_array_that_one_thread_fetched_is_lazy_for_another(layers, compressed
     live, fetched = NESTED[layers](), []
     with PrefixCache(ram="16MB", codec="turboquant", memory_reserve=0) as cache:
         cache.store(TOKENS, live, model="m")
-        asked = {"leave": 0, "model": "m", "compressed": compressed}
-        worker = threading.Thread(target=lambda: fetched.append(cache.fetch(TOKENS, **asked)[0]))
+        fetch = states.compressed if compressed else PrefixCache.fetch
+        worker = threading.Thread(target=lambda: fetched.append(fetch(cache, TOKENS, model="m", leave=0)[0]))
         worker.start()
         worker.join()
     (made,) = fetched

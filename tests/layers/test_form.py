@@ -110,16 +110,16 @@ def test_a_ring_is_never_given_to_who_makes_plain_caches(caplog):
     with PrefixCache(**RAM) as cache:
         cache.store(LONG, filled(ring(256), len(LONG)), model="m@1")
         plain = [KVCache(), KVCache()]
-        assert cache.fetch([*LONG, 1], model="m@1", like=plain) == (None, [*LONG, 1])
-        assert cache.fetch([*LONG, 1, 2], model="m@1", like=plain)[0] is None
+        assert cache.fetch(cache.prompt([*LONG, 1], model="m@1", like=plain)) == (None, [*LONG, 1])
+        assert cache.fetch(cache.prompt([*LONG, 1, 2], model="m@1", like=plain))[0] is None
         assert cache.stats().counters.of_other_form == 2
         assert len([record for record in caplog.records if record.levelno == logging.WARNING]) == 1
         assert "layer 0 is a RotatingKVCache, not a KVCache" in caplog.text
-        made, rest = cache.fetch([*LONG, 1], model="m@1", like=[ring(256)(), ring(256)()])
+        made, rest = cache.fetch(cache.prompt([*LONG, 1], model="m@1", like=[ring(256)(), ring(256)()]))
         assert ([layer.max_size for layer in made], rest) == ([256, 256], [1])
         cache.store(LONG, filled(KVCache, len(LONG)), model="m@1")
         for like, kind in ((plain, KVCache), ([ring(256)(), ring(256)()], RotatingKVCache)):
-            made, rest = cache.fetch([*LONG, 1], model="m@1", like=like)
+            made, rest = cache.fetch(cache.prompt([*LONG, 1], model="m@1", like=like))
             assert ({type(layer) for layer in made}, rest) == ({kind}, [1])
         assert cache.stats().counters.of_other_form == 2
         assert cache.fetch([*LONG, 1], model="m@1")[1] == [1]  # who doesn't say gets either
@@ -140,10 +140,8 @@ def test_a_prompt_has_its_form_in_every_call(tmp_path):
         assert cache.match(rings) == (0, len(LONG))
         assert cache.promote(rings).result(10) == len(LONG)
         assert cache.lookup(rings).tokens == len(LONG)
-        with pytest.raises(TypeError, match="and its form"):
-            cache.fetch(plain, like=[KVCache()])
         with pytest.raises(CacheError, match="pass the list of layer caches"):
-            cache.fetch(LONG, model="m@1", like="plain")
+            cache.prompt(LONG, model="m@1", like="plain")
 
 
 def test_what_a_caller_stores_is_of_its_form_from_then_on():
@@ -159,7 +157,7 @@ def test_live_codes_are_of_the_form_of_plain_caches():
     with PrefixCache(ram="50MB") as cache:
         cache.store(LONG, states.sliceable(LONG), model="m@1")
         like = states.sliceable(LONG[:1])
-        made, rest = cache.fetch([*LONG, 1], model="m@1", compressed=True, like=like)
+        made, rest = states.compressed(cache, cache.prompt([*LONG, 1], model="m@1", like=like), model=None)
         assert (len(made), rest) == (len(like), [1])
         cache.store([*LONG, 1], made, model="m@1")
-        assert cache.fetch([*LONG, 1, 2], model="m@1", like=like)[0] is not None
+        assert cache.fetch(cache.prompt([*LONG, 1, 2], model="m@1", like=like))[0] is not None

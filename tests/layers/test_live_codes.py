@@ -22,6 +22,7 @@ from prefixcache.layers.restore import MOST_LEVELS
 from prefixcache.live.levels import SharedLevels
 from prefixcache.live.turboquant import BatchTurboQuantKVCache, TurboQuantKVCache
 from tests.layers.test_levels import error, skewed
+from tests.models import states
 
 BLOCK_BYTES = 8 * BLOCK
 LONG = list(range(700))
@@ -98,8 +99,9 @@ def cache() -> Iterator[PrefixCache]:
         assert opened.stats().ram_reserved == 0
 
 
-def fetched(cache: PrefixCache, tokens: list[int], compressed: bool = True, **kwargs: Any) -> list[Any]:
-    made, rest = cache.fetch(tokens, model="m", leave=0, compressed=compressed, **kwargs)
+def fetched(cache: PrefixCache, tokens: list[int], compressed: bool = True) -> list[Any]:
+    fetch = states.compressed if compressed else PrefixCache.fetch
+    made, rest = fetch(cache, tokens, model="m", leave=0)
     assert made is not None
     assert rest == []
     return made
@@ -197,7 +199,7 @@ def test_a_hit_on_more_levels_than_a_live_cache_takes_is_coded_anew(cache: Prefi
 def test_a_hit_may_end_anywhere(cache: PrefixCache, depth: int) -> None:
     live = coded(skewed(700))
     cache.store(LONG, live, model="m")
-    back, rest = cache.fetch([*LONG[:depth], 5000, 5001], model="m", compressed=True)
+    back, rest = states.compressed(cache, [*LONG[:depth], 5000, 5001])
     assert rest == [5000, 5001]
     assert back is not None
     assert same_bits([_trimmed(layer, depth) for layer in live], back)
@@ -486,10 +488,11 @@ def _coded_only(layer: TurboQuantKVCache) -> Any:
 
 def test_what_one_tenant_s_hit_gave_is_stored_as_it_is_for_another_one() -> None:
     with PrefixCache(ram="50MB", codec=CODEC) as cache:
-        cache.store(LONG, coded(skewed(700)), model="m", salt=b"a")
-        live = fetched(cache, LONG, salt=b"a")
-        cache.store(LONG, live, model="m", salt=b"b")
-        back = fetched(cache, LONG, salt=b"b")
+        first, second = (cache.prompt(LONG, model="m", salt=salt) for salt in (b"a", b"b"))
+        cache.store(first, coded(skewed(700)))
+        live, _ = states.compressed(cache, first, model=None, leave=0)
+        cache.store(second, live)
+        back, _ = states.compressed(cache, second, model=None, leave=0)
         assert starts(back) == [[0]] * 2
         assert same_bits(live, back)
         assert cache.stats().counters.recoded_tokens == 0
@@ -640,7 +643,7 @@ def test_codes_are_the_same_after_spill_restart_and_promotion(tmp_path: Path) ->
         cache.store(LONG, live, model="m")
         assert cache.flush(20)
         cache.trim_to(0)
-        assert cache.fetch(LONG, model="m", compressed=True)[0] is None
+        assert cache.lookup(LONG, model="m") is None
         cache.check_integrity()
     with PrefixCache(**settings) as cache:
         assert cache.promote(LONG, model="m").result(20) == 700

@@ -13,6 +13,7 @@ from mlx_lm.models.cache import ArraysCache, ChunkedKVCache, KVCache, RotatingKV
 
 from prefixcache import PrefixCache, Stored
 from prefixcache.layers.image_layout import read
+from prefixcache.tiers.prompt import Prompt
 
 WIDTH = 8
 
@@ -174,7 +175,7 @@ def stored_in_steps(cache: PrefixCache, tokens: list[int], live: list[Any], at: 
     while at < len(tokens):
         end = min(at // step * step + step, len(tokens))
         fed_uneven(live, tokens[:end], at)
-        assert cache.store(tokens[:end], live, model="m", write_back=True, since=at).tokens == end
+        assert cache.store(tokens[:end], live, model="m", write_back_from=at).tokens == end
         at = end
     return live
 
@@ -217,6 +218,15 @@ def prompt(seed: int, count: int = 600) -> list[int]:
 def put(cache: PrefixCache, tokens: Sequence[int], make: Callable[..., Any] = sliceable, **more: Any) -> Stored:
     """Store their state."""
     return cache.store(tokens, make(tokens), model="m", **more)
+
+
+def compressed(
+    cache: PrefixCache, tokens: list[int] | Prompt, *, model: str | None = "m", leave: int = 1
+) -> tuple[list[Any] | None, list[int]]:
+    """Return what RAM has as live caches that keep codes, and the tokens that are left."""
+    given = tokens.given if isinstance(tokens, Prompt) else tokens
+    hit = cache.lookup(tokens, model=model, leave=leave)
+    return (None, given) if hit is None else (hit.live(len(given) - hit.tokens), given[hit.tokens :])
 
 
 def got(cache: PrefixCache, tokens: Sequence[int], **more: Any) -> int:

@@ -8,7 +8,7 @@ import gc
 import resource
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -199,12 +199,14 @@ def fetch(scale: str) -> Iterator[Figure]:
     with PrefixCache(codec=TurboQuant(), ram="4GB", ssd_dir=None, ssd=0) as cache:
         cache.store(prompt, caches, model="m")
 
-        def timed(compressed: bool) -> Callable[[int], float]:
-            return lambda _: report.seconds(lambda: cache.fetch(prompt, model="m", compressed=compressed))
+        def compressed(_: int) -> float:
+            return report.seconds(lambda: cache.lookup(prompt, model="m", leave=1).live(1))
 
-        for compressed in (True, False):
-            timed(compressed)(0)
-        ours, decoded = report.in_turns(5 if scale != "tiny" else 1, timed(True), timed(False))
+        def plain(_: int) -> float:
+            return report.seconds(lambda: cache.fetch(prompt, model="m"))
+
+        compressed(0), plain(0)
+        ours, decoded = report.in_turns(5 if scale != "tiny" else 1, compressed, plain)
     yield Figure(
         f"fetch of {tokens} tokens x {FETCHED} layers x {HEADS} heads of {WIDTH}, compressed",
         f"{statistics.median(ours):.3f} s",

@@ -41,7 +41,7 @@ def _prefill(model: Any, tokens: list[int], cache: PrefixCache | None, write_bac
         mx.eval([layer.state for layer in layers])
         mx.clear_cache()
         if write_back and cache is not None:
-            cache.store(tokens[:last], layers, model="m", write_back=True, since=first, state=False)
+            cache.store(tokens[:last], layers, model="m", write_back_from=first, snapshot=False)
     if cache is not None and not write_back:
         cache.store(tokens, layers, model="m")
     return time.perf_counter() - began

@@ -54,14 +54,14 @@ def _lookups(ids: np.ndarray, model: str, group: mx.distributed.Group | None) ->
     layer, rows = KVCache(), mx.zeros((1, 1, len(ids), 32), mx.float16)
     layer.update_and_fetch(rows, rows)
     cache.store(ids, [layer], model=model)
-    reading = ReadOrCompute(cache, whole_blocks=True)
+    reading = ReadOrCompute(cache)
 
     def look_up(tokens: np.ndarray) -> None:
         prompt = cache.prompt(tokens, model=model)
         reading.begin(prompt, reading.match(prompt))
         if cache.ranks is not None:
             cache.ranks.any(False)  # whether it waits for another request
-        found, _ = cache.fetch(prompt, leave=1, whole_blocks=True)
+        found, _ = cache.fetch(prompt, leave=1)
         assert found is not None
 
     return look_up

@@ -435,7 +435,7 @@ class Generator:
         ends = np.cumsum([len(segment) for segment in tokenized[1]])
         boundaries = tuple(int(end) for end in sorted({*ends[:-1], len(ids) - 1}))
         name, salt = self.prompts.name_of(self.model_provider.model_key), getattr(request, "salt", b"")
-        prompt = self.prompts.cache.prompt(ids, model=name, salt=salt, like=self.model_provider.form)
+        prompt = self.prompts.prompt_of(ids, name, salt, self.model_provider.form)
         return TokenizedRequest(tokenizer, tokenized, prompt, boundaries, getattr(request, "answers", None))
 
     def _tokenize_anew(self, tokenizer: Any, request: Any, args: Any) -> Any:

@@ -55,24 +55,21 @@ class TieredPromptCache(LRUPromptCache):
         identify: Callable[[Any], str] | None = None,
         like: Callable[[Any], list[Any] | CacheForm | None] | None = None,
         longest_wait: float = 30.0,
-        whole_blocks: bool = False,
     ):
         """`cache`: the caller's, who closes it. `max_size`: sequences in all tiers, beyond which the least recently used are
         deleted; None: as many as the bytes allow. `max_bytes`: of prompt caches in RAM; None: the cache's budget. `identify`:
         the name of a model key's weights (default: `identity_of`). `like`: a prompt cache as the caller makes it for a model
         key, or its `CacheForm`: what was stored in another form is then a miss, see `PrefixCache.prompt`. `longest_wait`:
-        seconds that a lookup waits for the SSD at most; it waits as long as that is quicker than computing. `whole_blocks`:
-        see `PrefixCache.fetch` and `store`.
+        seconds that a lookup waits for the SSD at most; it waits as long as that is quicker than computing.
         """
         super().__init__(1 << 62 if max_size is None else max_size, 1 << 62 if max_bytes is None else max_bytes)
         self.cache = cache
-        self.reading = ReadOrCompute(cache, longest_wait, whole_blocks)
+        self.reading = ReadOrCompute(cache, longest_wait)
         self.failed = 0  # inserts that could not be kept
         self._identify = identify or identity_of
         self._like = like or (lambda model: None)
         self._names: dict[Any, tuple[str, Stamp]] = {}
         self._last_model: Any = None
-        self._whole_blocks = whole_blocks
         self._turn = threading.RLock()
         self._live_room: list[Reservation] = []  # what objects kept as they are take of the budget
 
@@ -121,9 +118,7 @@ class TieredPromptCache(LRUPromptCache):
                     if not len(prompt):
                         raise CacheError("no tokens")
                     self.reading.ended(prompt)
-                    kept = self.cache.store(
-                        prompt, prompt_cache, label=cache_type, whole_blocks=self._whole_blocks
-                    ).tokens
+                    kept = self.cache.store(prompt.labelled(cache_type), prompt_cache).tokens
                 except CacheError as error:
                     self._insert_live(prompt, prompt_cache, cache_type, error)
                 self._keep_limits()
@@ -213,7 +208,7 @@ class TieredPromptCache(LRUPromptCache):
         # A batch copies what it is given, and room for a long rest after a short hit costs more than the hit.
         room, leave = min(len(prompt), ROOM), 1
         while True:
-            prompt_cache, rest = self.cache.fetch(prompt, leave=leave, room=room, whole_blocks=self._whole_blocks)
+            prompt_cache, rest = self.cache.fetch(prompt, leave=leave, room=room)
             depth = len(prompt) - len(rest)
             if (whole := _outside_images(prompt.given, depth)) == depth:
                 break

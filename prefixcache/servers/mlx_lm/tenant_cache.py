@@ -17,6 +17,7 @@ from mlx_lm.models.cache import LRUPromptCache
 from prefixcache.cache import PrefixCache
 from prefixcache.keys import as_tokens
 from prefixcache.layers import CacheError
+from prefixcache.layers.form import CacheForm
 from prefixcache.servers.mlx_lm.answers import Answers
 from prefixcache.servers.mlx_lm.prompt_cache import TieredPromptCache, identity_of
 from prefixcache.servers.mlx_lm.upstream import request_of
@@ -53,11 +54,7 @@ class TenantPromptCache(TieredPromptCache):
         names, for a server whose rows are others than the model's. `exact_prefill`: rows stay as they are computed until they
         are fetched.
         """
-        super().__init__(
-            cache,
-            identify=lambda model: identity_of(model) + name_suffix + self.rank_part,
-            whole_blocks=not exact_prefill,
-        )
+        super().__init__(cache, identify=lambda model: identity_of(model) + name_suffix + self.rank_part)
         self.rank_part = ""  # of the name of the model that is loaded, where ranks share it
         self.exact_prefill = exact_prefill
         self._on_stored = on_stored
@@ -83,6 +80,10 @@ class TenantPromptCache(TieredPromptCache):
         kept = super().insert_cache(model, stored, prompt_cache, cache_type=cache_type)
         self._on_stored(stored, kept, True)
 
+    def prompt_of(self, ids: np.ndarray, name: str, salt: bytes, form: CacheForm | None) -> Prompt:
+        """Return the prompt of a model with this name: answered the same again, unless rows stay as they are computed."""
+        return self.cache.prompt(ids, model=name, salt=salt, like=form, whole_blocks=not self.exact_prefill)
+
     def keep_blocks(
         self, request: TokenizedRequest | None, tokens: Sequence[int], layers: list[Any], since: int, state: bool
     ) -> None:
@@ -94,7 +95,7 @@ class TenantPromptCache(TieredPromptCache):
         with self._turn:
             try:
                 seen = self._seen(request, tokens)
-                stored = self.cache.store(seen, layers, label="user", write_back=True, since=since, state=state)
+                stored = self.cache.store(seen.labelled("user"), layers, write_back_from=since, snapshot=state)
                 self._on_stored(seen, stored.tokens, state)
             except CacheError as error:
                 log.debug("blocks stay as they are computed: %s", error)
@@ -123,7 +124,7 @@ class TenantPromptCache(TieredPromptCache):
         prompt, ids = request.prompt, as_tokens(tokens)
         common = min(len(ids), len(prompt))
         if not np.array_equal(ids[:common], prompt.given[:common]):
-            return self.cache.prompt(ids, model=prompt.model, salt=prompt.salt, like=prompt.form)
+            return self.prompt_of(ids, prompt.model, prompt.salt, prompt.form)
         return prompt.continued(ids[common:]) if len(ids) > common else prompt.first(common)
 
     def _wait_for_ssd(self, prompt: Prompt) -> None:

@@ -121,7 +121,7 @@ class TieredPrefixCache:
         return "exact" if depth == len(prompt) else "prefix", found, depth
 
     def _prompt(self, tokens: Sequence[int]) -> Prompt:
-        return self.cache.prompt(as_tokens(tokens), model=self.model_name, salt=self._salt, like=self.like)
+        return self.cache.prompt(as_tokens(tokens), model=self.model_name, salt=self._salt, like=self.like, label=LABEL)
 
     def clone_for_replay(self, cache: list[Any]) -> list[Any]:
         """The same: what `fetch` and `PreparedEntry.cache` give is the caller's own already."""
@@ -177,7 +177,7 @@ class TieredPrefixCache:
         try:
             prompt = self._prompt(tokens)
             self.reading.ended(prompt)
-            stored = self.cache.store(prompt, cache, label=LABEL)
+            stored = self.cache.store(prompt, cache)
             if not stored.tokens:
                 raise MemoryError("the budget has no room for its first block")
             held = {name: hold(value) for name, value in (auxiliary or {}).items()}

@@ -19,6 +19,7 @@ from prefixcache.codecs.transform import codec as codec_module
 from prefixcache.codecs.transform.bases import Bases
 from prefixcache.codecs.transform.basis import Basis
 from prefixcache.live.turboquant import TurboQuantKVCache
+from tests.models import states
 from tests.models.transforming import SINKS, Tiny, prompt, tiny
 
 CACHE = {"ram": "40MB", "codec": "transform:4"}
@@ -202,7 +203,7 @@ def test_write_back_leaves_in_the_live_cache_what_a_fetch_gives(calibrated, name
     for end in (256, 512, 700):
         if end > at:
             live = model.prefill(TOKENS[at:end], live)
-            cache.store(TOKENS[:end], live, model=model.identity, write_back=True, since=at // 256 * 256)
+            cache.store(TOKENS[:end], live, model=model.identity, write_back_from=at // 256 * 256)
             cache.check_integrity()
             at = end
     assert live is not None
@@ -251,13 +252,13 @@ def test_what_was_stored_first_changes_nothing_for_a_prompt_that_is_computed(cal
     for first in ([], TOKENS):
         model, cache = calibrated("llama-bf16", disk=False)
         if first:
-            cache.store(first, model.prefill(first), model=model.identity, write_back=True)
-        live, rest = cache.fetch(other, model=model.identity, whole_blocks=True)
+            cache.store(first, model.prefill(first), model=model.identity, write_back_from=0)
+        live, rest = cache.fetch(cache.prompt(other, model=model.identity, whole_blocks=True))
         begun = len(other) - len(rest)
         assert begun == (shared // 256 * 256 if first else 0)
         for at in range(begun, len(other), 256):
             live = model.prefill(other[at : at + 256], live)
-            cache.store(other[: at + 256], live, model=model.identity, write_back=True, since=at)
+            cache.store(other[: at + 256], live, model=model.identity, write_back_from=at)
         found.append(rows(fetched(cache, model, other), len(other)))
     assert same(*found)
 
@@ -274,7 +275,7 @@ def test_what_was_fetched_is_stored_without_a_change_however_often(calibrated, n
         more = prompt(30, seed)
         live = model.prefill(more, live)
         tokens = tokens + more
-        cache.store(tokens, live, model=model.identity, write_back=seed % 2 == 1)
+        cache.store(tokens, live, model=model.identity, write_back_from=0 if seed % 2 else None)
         live = fetched(cache, model, tokens)
         assert same(rows(plain(live), depth // 256 * 256), want)
     assert cache.stats().counters.recoded_tokens == 0
@@ -287,7 +288,8 @@ def test_a_compressed_hit_has_decoded_rows_coded_by_turboquant(calibrated, promo
     if promote:
         assert cache.flush(30)
         cache.trim_to(0)
-    live = fetched(cache, model, TOKENS, compressed=True, promote=promote)
+        assert cache.promote(TOKENS, model=model.identity).result(30) == len(TOKENS)
+    live, _ = states.compressed(cache, TOKENS, model=model.identity, leave=0)
     plain = fetched(cache, model, TOKENS)
     assert all(isinstance(layer, TurboQuantKVCache) for layer in live)
     for mine, theirs in zip(live, plain, strict=True):
