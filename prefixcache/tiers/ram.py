@@ -22,6 +22,7 @@ USELESS = 64_000  # bytes of RAM: a block of 256 tokens of 4 layers with one key
 GRAPH_SHARE = 2  # the graph's nodes may take 1/2 of the budget
 DOORKEEPER_SHARE = 4096  # of the budget: for what the tier below was not given at first sight
 DOORKEEPER_MOST = 16 << 20  # and bytes of it
+LOOK_AGAIN = 0.05  # seconds between looks at what may be evicted by now, where nothing tells of it
 
 
 class Ram:
@@ -134,13 +135,13 @@ class Ram:
 
     def _in_time(self, done: Callable[[], bool], wait: float) -> bool:
         """Try until `done`, or until `wait` seconds have passed, or no write is left that could help."""
-        deadline, idle = time.monotonic() + wait, 0
+        deadline, idle = time.monotonic() + (wait if self._lower.spill_tier is not None else 0), 0
         while not done():
             left = deadline - time.monotonic()
             idle = 0 if self._state.budget.held().queued else idle + 1
             if left <= 0 or idle > 3:
                 return False
-            self._state.changed.wait(min(left, 0.05))
+            self._state.changed.wait(min(left, LOOK_AGAIN))
         return True
 
     def _make_room(self, nbytes: int, drop: bool, claim: Claim | None) -> bool:

@@ -13,6 +13,7 @@ from mlx_lm.models import cache as mlx_caches
 
 from prefixcache import PrefixCache, TurboQuant, make_prompt_cache
 from prefixcache.live.turboquant import TurboQuantKVCache
+from prefixcache.tiers import ram
 from tests.cache.test_cache_machine import RUNS, CacheMachine, LevelledMachine, spell
 from tests.models import states
 from tests.models.families import FAMILIES
@@ -235,7 +236,8 @@ class LiveMachine(LevelledMachine):
             self._keep(tokens, made)
 
 
-def test_nothing_wrong_is_ever_fetched_in_either_form() -> None:
+def test_nothing_wrong_is_ever_fetched_in_either_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ram, "LOOK_AGAIN", 0.001)
     run_state_machine_as_test(
         LiveMachine,
         settings=settings(max_examples=20, stateful_step_count=20, suppress_health_check=list(HealthCheck)),

@@ -1,5 +1,7 @@
 """What the tests of kernels share: a folder for programs, and the choice where a kernel runs."""
 
+from pathlib import Path
+
 import host_gpu
 import mlx.core as mx
 import pytest
@@ -8,9 +10,11 @@ from prefixcache.kernels.dialects import DIALECTS
 
 
 @pytest.fixture(scope="session")
-def programs(tmp_path_factory):
-    """A folder for programs that run on the host, each compiled once."""
-    return tmp_path_factory.mktemp("programs")
+def programs():
+    """A folder for programs that run on the host, which all processes share and later runs find (`make clean` removes it)."""
+    folder = Path(__file__).parents[2] / "build/host-kernels"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 @pytest.fixture
