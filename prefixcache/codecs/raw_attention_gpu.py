@@ -10,6 +10,7 @@ import mlx.core as mx
 
 from prefixcache.codecs.interchange import FLOATS, name_of
 from prefixcache.codecs.turboquant import gpu_rows
+from prefixcache.codecs.turboquant.format import AttentionCall, AttentionPart
 from prefixcache.kernels import raw_attention
 from prefixcache.kernels.raw_attention import RawAttentionKind
 
@@ -56,28 +57,16 @@ def _nothing() -> mx.array:
     return made
 
 
-def attend(
-    uncoded: UncodedRows,
-    coded: tuple[mx.array, mx.array],
-    queries: mx.array,
-    scale: float,
-    mask: mx.array | None,
-    causal: bool,
-    logits: mx.array | None,
-) -> mx.array:
+def attend(uncoded: UncodedRows, coded: AttentionPart, call: AttentionCall) -> mx.array:
     """Return what attention to all rows gives, (B, query heads, L, value width) of the queries' dtype, lazy.
 
-    `coded`: what attention to the codes gave, as `gpu_attention.attend` does; `mask` is of all rows; `logits`
-    (query heads,) those of attention sinks.
+    `coded` is what attention to the codes gave. The mask is of all rows.
     """
     keys, values = uncoded.recent
-    out, lse = coded
-    wanted = (*out.shape[:3], uncoded.rows)
-    if mask is not None and mask.shape != wanted:
-        mask = mx.broadcast_to(mask, wanted)
+    queries, mask, logits = call.queries, call.mask_of(uncoded.rows), call.logits
     sinks = uncoded.sinks[0].shape[2] if uncoded.sinks is not None else 0
     kind = _kind(
-        (keys.shape[3], values.shape[3], sinks, keys.shape[2], scale, causal and queries.shape[2] > 1),
+        (keys.shape[3], values.shape[3], sinks, keys.shape[2], call.scale, call.causal and queries.shape[2] > 1),
         (
             keys.dtype,
             queries.dtype,
@@ -88,7 +77,6 @@ def attend(
         uncoded.floors is not None,
     )
     room = mx.broadcast_to(_nothing(), (uncoded.rows,))  # a number reaches a kernel as a shape for nothing
-    given = (keys, values, *(uncoded.sinks or ()), uncoded.pads, uncoded.floors, mask, logits)
-    more = [array for array in given if array is not None]
-    result: mx.array = raw_attention.attend(gpu_rows._dialect(), kind, out, lse, queries, room, more)
+    given = (*coded, queries, room, keys, values, *(uncoded.sinks or ()), uncoded.pads, uncoded.floors, mask, logits)
+    result: mx.array = raw_attention.attend(gpu_rows._dialect(), kind, [array for array in given if array is not None])
     return result

@@ -224,20 +224,12 @@ def _kernel(dialect: Dialect, kind: RawAttentionKind) -> Kernel:
     return build(dialect, source_of(kind))
 
 
-def attend(
-    dialect: Dialect,
-    kind: RawAttentionKind,
-    out: mx.array,
-    lse: mx.array,
-    queries: mx.array,
-    room: mx.array,
-    more: Sequence[mx.array],
-) -> mx.array:
-    """`more`: the inputs behind room, as far as there are."""
-    batch, query_heads, length, _ = out.shape
+def attend(dialect: Dialect, kind: RawAttentionKind, inputs: Sequence[mx.array]) -> mx.array:
+    """Launch the kernel on its inputs, in the order of `source_of`, as far as there are. Return the output."""
+    batch, query_heads, length, _ = inputs[0].shape
     (result,) = _kernel(dialect, kind)(
-        inputs=[out, lse, queries, room, *more],
-        output_shapes=[out.shape],
+        inputs=list(inputs),
+        output_shapes=[inputs[0].shape],
         output_dtypes=[getattr(mx, kind.result)],
         grid=(batch * query_heads * length * THREADS, 1, 1),
         threadgroup=(THREADS, 1, 1),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from prefixcache.codecs import raw_attention_gpu
-from prefixcache.codecs.turboquant.format import CodedRows
+from prefixcache.codecs.turboquant.format import AttentionCall, AttentionPart, CodedRows
 from prefixcache.codecs.turboquant.live import attend as attend_to_part
 from prefixcache.codecs.turboquant.live import with_logits
 from prefixcache.live.layer import CodedLayer
@@ -30,49 +30,44 @@ def attend(layer: CodedLayer, queries: mx.array, scale: float, mask: Mask, sinks
         raise ValueError("attention of no queries, or to a cache that holds no rows")
     if isinstance(mask, mx.array) and mask.ndim == 0:
         mask = mask.reshape(1)
-    causal, array = mask == "causal" if isinstance(mask, str) else False, None if isinstance(mask, str) else mask
-    parts, uncoded = layer.parts(), layer.has_uncoded
-    if len(parts) == 1 and not uncoded:
-        whole = _coded_part(parts[0], layer.rows, queries, scale, array, causal, queries.dtype, sinks)
-        return _by_heads(layer, queries, scale, mask, sinks) if whole is None else whole[0]
-    done = []
-    for part in parts:
-        output = _coded_part(part, layer.rows, queries, scale, array, causal)
-        if output is None:
+    call = AttentionCall(queries, scale, None if isinstance(mask, str) else mask, isinstance(mask, str))
+    coded, uncoded = layer.parts(), layer.has_uncoded
+    if len(coded) == 1 and not uncoded:
+        whole = _coded_part(coded[0], layer.rows, call._replace(logits=sinks, dtype=queries.dtype))
+        return _by_heads(layer, queries, scale, mask, sinks) if whole is None else whole.out
+    parts = []
+    for rows in coded:
+        part = _coded_part(rows, layer.rows, call)
+        if part is None:
             return _by_heads(layer, queries, scale, mask, sinks)
-        done.append(output)
-    if uncoded and done and (rows := layer.uncoded_for_kernel()) is not None and raw_attention_gpu.takes(rows, queries):
-        return raw_attention_gpu.attend(rows, _together(done), queries, scale, array, causal, sinks)
+        parts.append(part)
+    if uncoded and parts:
+        kept = layer.uncoded_for_kernel()
+        if kept is not None and raw_attention_gpu.takes(kept, queries):
+            return raw_attention_gpu.attend(kept, _together(parts), call._replace(logits=sinks))
     if uncoded:
-        done.append(_uncoded_part(layer, queries, scale, array, causal))
-    if not done:
+        parts.append(_uncoded_part(layer, call))
+    if not parts:
         raise ValueError("attention to a cache that holds no rows")
-    out, total = _together(done)
-    return with_logits(out, total, sinks).astype(queries.dtype)
+    return with_logits(_together(parts), sinks).astype(queries.dtype)
 
 
-def _coded_part(
-    part: CodedRows,
-    rows: int,
-    queries: mx.array,
-    scale: float,
-    mask: mx.array | None,
-    causal: bool,
-    dtype: mx.Dtype | None = None,
-    logits: mx.array | None = None,
-) -> tuple[mx.array, mx.array] | None:
-    """The part of rows that are attended to by their codes; None where no kernel does that here."""
-    count, length = part.codes.shape[2], queries.shape[2]
+def _coded_part(coded: CodedRows, rows: int, call: AttentionCall) -> AttentionPart | None:
+    """Attend to rows by their codes, the first of `rows` that there are. None where no kernel does that here."""
+    count, length, mask = coded.codes.shape[2], call.queries.shape[2], call.mask
     if mask is not None and mask.shape[-1] > 1:
         mask = mask[..., :count]
     early = length - (rows - count)  # queries that don't see all of the part
-    if not causal or early <= 0 or early == length:
-        return attend_to_part(part, queries, scale, mask, causal and early == length, dtype, logits)
-    before = attend_to_part(part, queries[:, :, :early], scale, _of_queries(mask, 0, early), True, dtype, logits)
-    after = attend_to_part(part, queries[:, :, early:], scale, _of_queries(mask, early, length), False, dtype, logits)
-    if before is None or after is None:
-        return None
-    return mx.concatenate([before[0], after[0]], axis=2), mx.concatenate([before[1], after[1]], axis=2)
+    if not call.causal or early <= 0 or early == length:
+        return attend_to_part(coded, call._replace(mask=mask, causal=call.causal and early == length))
+    halves = []
+    for first, last in ((0, early), (early, length)):
+        queries, seen = call.queries[:, :, first:last], _of_queries(mask, first, last)
+        part = attend_to_part(coded, call._replace(queries=queries, mask=seen, causal=first == 0))
+        if part is None:
+            return None
+        halves.append(part)
+    return AttentionPart(*(mx.concatenate(list(both), axis=2) for both in zip(*halves, strict=True)))
 
 
 def _of_queries(mask: mx.array | None, first: int, last: int) -> mx.array | None:
@@ -115,33 +110,31 @@ def _check(layer: CodedLayer, queries: mx.array, mask: Mask, sinks: mx.array | N
             raise ValueError(f"a mask of shape {tuple(mask.shape)} doesn't broadcast to {wanted}")
 
 
-def _together(parts: list[tuple[mx.array, mx.array]]) -> tuple[mx.array, mx.array]:
-    """Outputs float32 (B, query heads, L, width) and their logarithms (B, query heads, L) -> those of all."""
+def _together(parts: list[AttentionPart]) -> AttentionPart:
+    """Return what attention to the rows of all parts gives, float32."""
     if len(parts) == 1:
         return parts[0]
-    logs = mx.stack([log for _, log in parts])
-    most = mx.max(logs, axis=0)
+    totals = mx.stack([part.total for part in parts])
+    most = mx.max(totals, axis=0)
     most = mx.where(most == -mx.inf, 0.0, most)
-    weights = mx.exp(logs - most)
+    weights = mx.exp(totals - most)
     shares = mx.sum(weights, axis=0)
     nothing = shares == 0
     weights = weights / mx.where(nothing, 1.0, shares)
-    out = mx.zeros_like(parts[0][0])
-    for i, (part, _) in enumerate(parts):
-        out = out + weights[i, ..., None] * part
-    return out, mx.where(nothing, -mx.inf, mx.log(shares) + most)
+    out = mx.zeros_like(parts[0].out)
+    for i, part in enumerate(parts):
+        out = out + weights[i, ..., None] * part.out
+    return AttentionPart(out, mx.where(nothing, -mx.inf, mx.log(shares) + most))
 
 
-def _uncoded_part(
-    layer: CodedLayer, queries: mx.array, scale: float, mask: mx.array | None, causal: bool
-) -> tuple[mx.array, mx.array]:
-    """The part of the rows that are kept uncoded."""
+def _uncoded_part(layer: CodedLayer, call: AttentionCall) -> AttentionPart:
+    """Attend to the rows that are kept uncoded, in float32."""
     (keys, values), listed = layer.uncoded_rows()
-    rows = mx.array(listed)[:, None, None]  # (B, 1, 1, n)
+    queries, mask, rows = call.queries, call.mask, mx.array(listed)[:, None, None]  # (B, 1, 1, n)
     batch, heads, count, _ = keys.shape
     length = queries.shape[2]
     grouped = queries.astype(mx.float32).reshape(batch, heads, -1, queries.shape[3])
-    scores = (grouped @ mx.swapaxes(keys.astype(mx.float32), -1, -2)).reshape(*queries.shape[:3], count) * scale
+    scores = (grouped @ mx.swapaxes(keys.astype(mx.float32), -1, -2)).reshape(*queries.shape[:3], count) * call.scale
     if mask is not None:
         mask = mask.reshape((1,) * (4 - mask.ndim) + tuple(mask.shape))
         mask = mx.broadcast_to(mask, (batch, *mask.shape[1:3], layer.rows))
@@ -149,13 +142,13 @@ def _uncoded_part(
         mask = mx.take_along_axis(mask, at, axis=-1)
         scores = mx.where(mask, scores, -mx.inf) if mask.dtype == mx.bool_ else scores + mask.astype(mx.float32)
     allowed = rows >= 0
-    if causal:
+    if call.causal:
         allowed = allowed & (rows <= layer.rows - length + mx.arange(length)[:, None])
     scores = mx.where(allowed, scores, -mx.inf)
     total = mx.logsumexp(scores, axis=-1)
     weights = mx.exp(scores - mx.where(total == -mx.inf, 0.0, total)[..., None])
     out = weights.reshape(batch, heads, -1, count) @ values.astype(mx.float32)
-    return out.reshape(*queries.shape[:3], values.shape[3]), total
+    return AttentionPart(out.reshape(*queries.shape[:3], values.shape[3]), total)
 
 
 def _by_heads(layer: CodedLayer, queries: mx.array, scale: float, mask: Mask, sinks: mx.array | None) -> mx.array:
@@ -166,15 +159,14 @@ def _by_heads(layer: CodedLayer, queries: mx.array, scale: float, mask: Mask, si
         mask = mask.reshape((1,) * (4 - mask.ndim) + tuple(mask.shape))
     if any(layer.pads):  # rows that count for nobody
         mask = _with_pads(layer, length, mask)
-    made = []
+    outputs = []
     for head in range(layer.kind.heads):
-        keys, values = layer.decoded_heads(head, 1)
+        keys, values = (rows.astype(queries.dtype) for rows in layer.decoded_heads(head, 1))
         asking = slice(head * group, (head + 1) * group)
-        own_mask = mask[:, asking] if isinstance(mask, mx.array) and mask.shape[1] > 1 else mask
-        own_sinks = sinks[asking] if sinks is not None else None
-        asked = queries[:, asking]
-        made.append(plain(asked, keys.astype(asked.dtype), values.astype(asked.dtype), scale, own_mask, own_sinks))
-    return mx.concatenate(made, axis=1)
+        seen = mask[:, asking] if isinstance(mask, mx.array) and mask.shape[1] > 1 else mask
+        logits = sinks[asking] if sinks is not None else None
+        outputs.append(plain(queries[:, asking], keys, values, scale, seen, logits))
+    return mx.concatenate(outputs, axis=1)
 
 
 def _with_pads(layer: CodedLayer, length: int, mask: Mask) -> mx.array:

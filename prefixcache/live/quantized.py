@@ -30,12 +30,13 @@ class Triple(tuple[mx.array, mx.array, mx.array]):
     """
 
     group_size: int
+    bits: int
 
     @classmethod
-    def of(cls, arrays: Sequence[mx.array], group_size: int) -> Triple:
-        made = cls(arrays)
-        made.group_size = group_size
-        return made
+    def of(cls, arrays: Sequence[mx.array], group_size: int, bits: int) -> Triple:
+        triple = cls(arrays)
+        triple.group_size, triple.bits = group_size, bits
+        return triple
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -45,31 +46,34 @@ class Triple(tuple[mx.array, mx.array, mx.array]):
     def dtype(self) -> mx.Dtype:
         return self[1].dtype
 
+    def decoded(self, dtype: mx.Dtype) -> mx.array:
+        codes, scales, biases = self
+        scales, biases = scales.astype(dtype), biases.astype(dtype)
+        return mx.dequantize(codes, scales, biases, group_size=self.group_size, bits=self.bits)
+
 
 def attention(
     queries: mx.array,
-    keys: Sequence[mx.array],
-    values: Sequence[mx.array],
+    keys: Triple,
+    values: Triple,
     *,
     scale: float,
-    mask: mx.array | str | None,
-    sinks: mx.array | None,
-    group_size: int,
-    bits: int,
+    mask: mx.array | str | None = None,
+    sinks: mx.array | None = None,
 ) -> mx.array:
-    """softmax(scale queries keys^T + mask) values, (B, Hq, L, Dv) in the queries' dtype.
+    """Return softmax(scale queries keys^T + mask) values, (B, Hq, L, Dv) in the queries' dtype.
 
-    `queries` (B, Hq, L, D); `keys` and `values` triples of (B, H, T, ...), Hq a multiple of H; `mask` None, "causal" or
+    `queries` (B, Hq, L, D); `keys` and `values` of (B, H, T, ...), Hq a multiple of H; `mask` None, "causal" or
     bool or additive and broadcastable to (B, Hq, L, T); `sinks` (Hq,), the logit of a key that has no value. A query
     that may attend to nothing gets zeros. At most `SCORES` scores are held at once, but one row of queries always.
     """
     batch, heads, length, _ = queries.shape
     kv_heads, total = keys[0].shape[1:3]
     grouped = (batch, kv_heads, heads // kv_heads)
-    multiply: Any = partial(mx.quantized_matmul, group_size=group_size, bits=bits)
-    on_cuda = _on_cuda()
+    multiply: Any = partial(mx.quantized_matmul, group_size=keys.group_size, bits=keys.bits)
+    key_arrays, value_arrays, on_cuda = tuple(keys), tuple(values), _on_cuda()
     if on_cuda:  # MLX 0.32 multiplies few shapes of quantised rows there, no float32, and some of them wrongly
-        keys, values = ([_decoded(triple, queries.dtype, group_size, bits)] for triple in (keys, values))
+        key_arrays, value_arrays = ((triple.decoded(queries.dtype),) for triple in (keys, values))
         multiply = _plain_matmul
     causal = isinstance(mask, str)
     if isinstance(mask, str) and mask != "causal":
@@ -79,7 +83,7 @@ def attention(
     def piece(start: int, end: int) -> mx.array:
         seen = total - length + end if causal else total  # keys behind the last query's own are for none of the piece
         rows = (queries[:, :, start:end] * scale).reshape(batch, kv_heads, -1, queries.shape[3])
-        scores = multiply(rows, *(a[:, :, :seen] for a in keys), transpose=True)
+        scores = multiply(rows, *(a[:, :, :seen] for a in key_arrays), transpose=True)
         scores = scores.reshape(*grouped, end - start, seen).astype(mx.float32)
         if causal:
             rows_of_queries = mx.arange(total - length + start, seen)
@@ -93,7 +97,7 @@ def attention(
         # Not softmax: where all scores are -inf its result is NaN, and this is 0.
         weights = mx.exp(scores - mx.maximum(norm, mx.finfo(mx.float32).min))
         weights = weights.astype(queries.dtype).reshape(batch, kv_heads, -1, seen)
-        out = multiply(weights, *(a[:, :, :seen] for a in values), transpose=False)
+        out = multiply(weights, *(a[:, :, :seen] for a in value_arrays), transpose=False)
         return out.reshape(batch, heads, end - start, -1).astype(queries.dtype)
 
     at_once = max(SCORES // (batch * heads * total), 1)
@@ -107,11 +111,6 @@ def attention(
 
 def _on_cuda() -> bool:
     return mx.cuda.is_available() and mx.default_device().type == mx.DeviceType.gpu
-
-
-def _decoded(triple: Sequence[mx.array], dtype: mx.Dtype, group_size: int, bits: int) -> mx.array:
-    codes, scales, biases = triple
-    return mx.dequantize(codes, scales.astype(dtype), biases.astype(dtype), group_size=group_size, bits=bits)
 
 
 def _plain_matmul(rows: mx.array, other: mx.array, transpose: bool) -> mx.array:
@@ -159,8 +158,7 @@ class _Quantized:
         self, queries: mx.array, keys: Any, values: Any, *, scale: float, mask: Any, sinks: mx.array | None
     ) -> mx.array:
         """See `attention`; the hook calls it."""
-        made = {"group_size": self.group_size, "bits": self.bits}
-        return attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks, **made)
+        return attention(queries, self._triple(keys), self._triple(values), scale=scale, mask=mask, sinks=sinks)
 
     def empty(self) -> bool:
         return self.keys is None
@@ -181,7 +179,10 @@ class _Quantized:
 
     def _fetch(self, used: int) -> tuple[Triple, Triple]:
         arrays = [array[:, :, :used] for array in self._arrays() or ()]
-        return Triple.of(arrays[:3], self.group_size), Triple.of(arrays[3:], self.group_size)
+        return self._triple(arrays[:3]), self._triple(arrays[3:])
+
+    def _triple(self, arrays: Sequence[mx.array]) -> Triple:
+        return Triple.of(arrays, self.group_size, self.bits)
 
 
 def _traits(cache: Any) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from prefixcache.codecs.threads import threads as most_threads
 from prefixcache.codecs.turboquant import c_attention as turboquant_c_attention
 from prefixcache.codecs.turboquant import c_rows as turboquant_c
 from prefixcache.codecs.turboquant.c_attention import attend
-from prefixcache.codecs.turboquant.format import CodedRows, form_of
+from prefixcache.codecs.turboquant.format import AttentionCall, CodedRows, form_of
 
 WIDTHS = (32, 40, 64, 72, 80, 96, 112, 120, 128, 192, 256)
 WIDE = (320, 576)
@@ -80,7 +80,7 @@ def scale_for(rows: CodedRows, queries: mx.array, deviation: float) -> float:
 
 
 def assert_right(rows: CodedRows, queries: mx.array, scale: float, mask: mx.array | None, causal: bool) -> None:
-    out, lse = attend(rows, queries, scale, mask, causal)
+    out, lse = attend(rows, AttentionCall(queries, scale, mask, causal))
     assert out.dtype == lse.dtype == mx.float32
     wanted, wanted_lse = attention_oracle.attention(rows, queries, scale, mask, causal)
     assert out.shape == wanted.shape
@@ -232,7 +232,7 @@ def test_only_who_attends_to_a_row_of_nan_gets_nan(path: str) -> None:
         wanted, _ = attention_oracle.attention(rows, queries[:, :, :70], 0.1, mx.array(np.tri(70, 150, dtype=bool)))
         for mask, causal in ((None, True), (mx.array(np.tri(150, dtype=bool)), False)):
             with turboquant_c.forced(path):
-                out, lse = attend(rows._replace(scales=mx.array(broken)), queries, 0.1, mask, causal)
+                out, lse = attend(rows._replace(scales=mx.array(broken)), AttentionCall(queries, 0.1, mask, causal))
             assert_close(np.array(out)[:, :, :70], wanted)
             assert np.isnan(np.array(out)[:, :, 70:]).all()
             assert np.isnan(np.array(lse)[:, :, 70:]).all() == (part == 0)
@@ -246,7 +246,7 @@ def test_who_attends_to_nothing_gets_nothing(path: str) -> None:
     queries = queries_of(rng, (2, 4, 5, 64))
     nobody = mx.array(np.arange(5) != 2)[:, None]
     with turboquant_c.forced(path):
-        out, lse = (np.array(array) for array in attend(rows, queries, 0.1, nobody, False))
+        out, lse = (np.array(array) for array in attend(rows, AttentionCall(queries, 0.1, nobody)))
     for part in (out[0, :, 2], out[1]):
         assert not part.any()
     assert np.isneginf(lse[0, :, 2]).all()
@@ -267,7 +267,9 @@ def test_a_row_that_is_masked_by_large_numbers_alone_is_attended_to(path: str) -
 def test_no_sequences_no_tokens_no_queries(shape: tuple[int, ...], causal: bool) -> None:
     batch, heads, tokens, length = shape
     rng = np.random.default_rng(0)
-    out, lse = attend(drawn_rows(rng, batch, heads, tokens), queries_of(rng, (batch, 4, length, 64)), 1.0, None, causal)
+    out, lse = attend(
+        drawn_rows(rng, batch, heads, tokens), AttentionCall(queries_of(rng, (batch, 4, length, 64)), 1.0, None, causal)
+    )
     assert out.shape == (batch, 4, length, 64)
     assert not np.array(out).any()
     assert np.isneginf(np.array(lse)).all()
@@ -286,7 +288,9 @@ def test_the_result_does_not_depend_on_the_number_of_threads(path: str, length: 
     with turboquant_c.forced(path):
         for threads in (1, 2, 7):
             set_threads(threads)
-            made.append([np.array(array).astype(np.float64) for array in attend(rows, queries, 0.3, None, True)])
+            made.append(
+                [np.array(array).astype(np.float64) for array in attend(rows, AttentionCall(queries, 0.3, None, True))]
+            )
     for out, lse in made[1:]:
         assert_close(out, made[0][0], 1e-5)
         np.testing.assert_allclose(lse, made[0][1], rtol=1e-5, atol=1e-5)
@@ -303,7 +307,7 @@ def test_codes_are_read_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError(f"a copy of {array.shape}")
 
     monkeypatch.setattr(turboquant_c_attention.np, "ascontiguousarray", refuse)
-    attend(rows, queries_of(rng, (1, 4, 3, 64)), 0.1, mask, True)
+    attend(rows, AttentionCall(queries_of(rng, (1, 4, 3, 64)), 0.1, mask, True))
 
 
 # --- what is taken, what is refused
@@ -345,4 +349,4 @@ def test_arrays_that_do_not_fit_are_refused(change: dict, said: str) -> None:
     given = {"queries": mx.zeros((2, 4, 1, 64)), "mask": None}
     given |= {name: change.pop(name) for name in given if name in change}
     with pytest.raises(ValueError, match=said):
-        attend(rows._replace(**change), given["queries"], 1.0, given["mask"], False)
+        attend(rows._replace(**change), AttentionCall(given["queries"], 1.0, given["mask"]))

@@ -11,7 +11,7 @@ import pytest
 from prefixcache.codecs.levels import Levels
 from prefixcache.codecs.turboquant import gpu_attention as turboquant_gpu_attention
 from prefixcache.codecs.turboquant import gpu_rows as turboquant_gpu
-from prefixcache.codecs.turboquant.format import CodedRows, form_of
+from prefixcache.codecs.turboquant.format import AttentionCall, CodedRows, form_of
 from prefixcache.kernels import turboquant_attention, turboquant_encode
 from tests.codecs import attention_oracle
 
@@ -62,9 +62,9 @@ def queries_of(rows, group=1, length=1, dtype=mx.float16, peaked=1.0, seed=1):
 def agrees(rows, queries, mask=None, causal=False, within=1e-4, **more):
     scale = rows.keys.width**-0.5
     assert turboquant_gpu_attention.takes(rows, queries)
-    out, lse = turboquant_gpu_attention.attend(rows, queries, scale, mask, causal, **more)
+    out, lse = turboquant_gpu_attention.attend(rows, AttentionCall(queries, scale, mask, causal, **more))
     want, want_lse = attention_oracle.attention(rows, queries, scale, mask, causal)
-    if (sinks := more.get("sinks")) is not None:
+    if (sinks := more.get("logits")) is not None:
         with np.errstate(over="ignore"):
             want = want / (1 + np.exp(np.array(sinks.astype(mx.float32))[None, :, None] - want_lse))[..., None]
     got, got_lse = np.array(out.astype(mx.float32)), np.array(lse)
@@ -158,13 +158,13 @@ def test_masked_rows_never_count(place):
     allowed = np.ones(40, bool)
     allowed[[5, 30]] = False
     for mask in (mx.array(allowed), mx.where(mx.array(allowed), 0.0, -mx.inf)):
-        out, lse = turboquant_gpu_attention.attend(lost, queries, 0.125, mask)
+        out, lse = turboquant_gpu_attention.attend(lost, AttentionCall(queries, 0.125, mask))
         want, want_lse = attention_oracle.attention(rows, queries, 0.125, mask)
         np.testing.assert_allclose(np.array(out), want, rtol=1e-4, atol=1e-5)
         np.testing.assert_allclose(np.array(lse), want_lse, atol=1e-5)
     for row in (5, 30):
         seen = mx.array(np.arange(40) == row) | mx.array(allowed)
-        assert np.isnan(np.array(turboquant_gpu_attention.attend(lost, queries, 0.125, seen)[0])).all()
+        assert np.isnan(np.array(turboquant_gpu_attention.attend(lost, AttentionCall(queries, 0.125, seen)).out)).all()
 
 
 def test_levels_of_each_sequence(place):
@@ -180,12 +180,12 @@ def test_sinks_and_the_results_dtype(place, result):
     sinks = mx.array([0.5, -3.0, 90.0, 2.0, -200.0, 4.0]).astype(result)
     within = {mx.float32: 1e-4, mx.float16: 1e-3, mx.bfloat16: 5e-3}[result]
     queries = queries_of(rows, 3)
-    out, _ = turboquant_gpu_attention.attend(rows, queries, 0.125, sinks=sinks, dtype=result)
+    out, _ = turboquant_gpu_attention.attend(rows, AttentionCall(queries, 0.125, logits=sinks, dtype=result))
     assert out.dtype == result
     agrees(
         rows,
         queries[:, [0, 1, 1, 3, 4, 5]],
-        sinks=mx.where(sinks > 50, 1.0, sinks).astype(result),
+        logits=mx.where(sinks > 50, 1.0, sinks).astype(result),
         dtype=result,
         within=within,
     )
@@ -233,7 +233,7 @@ def test_rows_may_be_views(place):
 def test_no_rows_give_zeros(place):
     rows = coded((64, 4), (64, 4), tokens=3)
     rows = rows._replace(codes=rows.codes[:, :, :0], scales=rows.scales[:, :, :0])
-    out, lse = turboquant_gpu_attention.attend(rows, queries_of(rows, 2), 1.0, dtype=mx.float16)
+    out, lse = turboquant_gpu_attention.attend(rows, AttentionCall(queries_of(rows, 2), 1.0, dtype=mx.float16))
     assert out.dtype == mx.float16
     assert np.array(out).tolist() == np.zeros((1, 2, 1, 64)).tolist()
     assert np.array(lse).tolist() == [[[-np.inf], [-np.inf]]]

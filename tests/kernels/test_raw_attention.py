@@ -9,6 +9,7 @@ import pytest
 
 from prefixcache.codecs import raw_attention_gpu
 from prefixcache.codecs.turboquant import gpu_rows as turboquant_gpu
+from prefixcache.codecs.turboquant.format import AttentionCall, AttentionPart
 from prefixcache.kernels import raw_attention
 from prefixcache.live import TurboQuantKVCache, attention
 
@@ -74,10 +75,9 @@ def test_it_gives_what_composed_operations_give(
     if batch > 1:
         out[-1], lse[-1] = 0.0, -mx.inf
     uncoded = layer.uncoded_for_kernel()
-    got = raw_attention_gpu.attend(uncoded, (out, lse), queries, 0.125, mask, masked == "causal", logits)
-    part = attention._uncoded_part(layer, queries, 0.125, mask, masked == "causal")
-    whole, total = attention._together([(out, lse), part])
-    wanted = attention.with_logits(whole, total, logits)
+    coded, call = AttentionPart(out, lse), AttentionCall(queries, 0.125, mask, masked == "causal", logits)
+    got = raw_attention_gpu.attend(uncoded, coded, call)
+    wanted = attention.with_logits(attention._together([coded, attention._uncoded_part(layer, call)]), logits)
     assert got.dtype == dtype
     tolerance = {mx.float32: 1e-5, mx.float16: 2e-3, mx.bfloat16: 2e-2}[dtype]
     assert mx.max(mx.abs(got.astype(mx.float32) - wanted)).item() <= tolerance

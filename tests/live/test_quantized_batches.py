@@ -14,7 +14,7 @@ from mlx_lm.models.cache import BatchKVCache, CacheList, KVCache, RotatingKVCach
 from prefixcache.layers.adapters import adapter_of, class_path
 from prefixcache.layers.classes import find_class, read_leaf
 from prefixcache.live import quantized
-from prefixcache.live.quantized import BatchQuantizedKVCache, QuantizedKVCache, attention
+from prefixcache.live.quantized import BatchQuantizedKVCache, QuantizedKVCache, Triple, attention
 from prefixcache.upstream import attention_is_hooked, unhook_attention
 from tests.live.generating import check_as_alone, drive
 from tests.models.families import FAMILIES, MLX_LM_0_31
@@ -105,7 +105,8 @@ def batch():
 
 
 def attend(queries, keys, values, mask=None, sinks=None, bits: int = 4) -> mx.array:
-    return attention(queries, keys, values, scale=0.2, mask=mask, sinks=sinks, group_size=GROUP, bits=bits)
+    keys, values = (Triple.of(triple, GROUP, bits) for triple in (keys, values))
+    return attention(queries, keys, values, scale=0.2, mask=mask, sinks=sinks)
 
 
 @pytest.mark.parametrize("with_sinks", [False, True], ids=["plain", "sinks"])

@@ -16,7 +16,7 @@ import numpy as np
 from prefixcache.codecs.packing import words_of
 from prefixcache.codecs.turboquant import c_attention as turboquant_c_attention
 from prefixcache.codecs.turboquant import c_rows as turboquant_c
-from prefixcache.codecs.turboquant.format import CodedRows, form_of
+from prefixcache.codecs.turboquant.format import AttentionCall, CodedRows, form_of
 from tools.bench import report
 from tools.bench.report import Figure
 
@@ -46,7 +46,9 @@ def _figure(length: int, tokens: int, heads: int, rounds: int) -> Figure:
     rng = np.random.default_rng(length)
     rows = _coded(rng, heads, tokens)
     asked = mx.array(rng.standard_normal((1, heads * GROUP, length, WIDTH)).astype(np.float32))
-    works: list[Callable[[], object]] = [lambda: turboquant_c_attention.attend(rows, asked, SCALE, None, True)]
+    works: list[Callable[[], object]] = [
+        lambda: turboquant_c_attention.attend(rows, AttentionCall(asked, SCALE, None, True))
+    ]
     works += [_theirs(rng, asked, heads, tokens, dtype) for dtype in REFERENCES]
     calls = CALLS_OF_ONE if length == 1 else 1
     for work in works if length == 1 else works[:1]:
@@ -77,7 +79,7 @@ def decoding(tokens: int, heads: int, rounds: int) -> list[float] | None:
     rng = np.random.default_rng(1)
     rows = _coded(rng, heads, tokens)
     asked = mx.array(rng.standard_normal((1, heads * GROUP, 1, WIDTH)).astype(np.float32))
-    work = lambda: turboquant_c_attention.attend(rows, asked, SCALE, None, True)  # noqa: E731
+    work = lambda: turboquant_c_attention.attend(rows, AttentionCall(asked, SCALE, None, True))  # noqa: E731
     work()
     return [_median(work, CALLS_OF_ONE) for _ in range(rounds)]
 

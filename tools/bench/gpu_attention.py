@@ -24,7 +24,7 @@ if not __package__:
 from prefixcache.codecs.interchange import copy_out
 from prefixcache.codecs.turboquant import gpu_attention as turboquant_gpu_attention
 from prefixcache.codecs.turboquant import gpu_rows as turboquant_gpu
-from prefixcache.codecs.turboquant.format import CodedRows, form_of
+from prefixcache.codecs.turboquant.format import AttentionCall, CodedRows, form_of
 from tools.bench import report
 from tools.bench.report import Figure
 
@@ -126,7 +126,7 @@ def attention(scale: str) -> Iterator[Figure]:
 
             def attend(call: int, query: mx.array, held: list[CodedRows] = held) -> mx.array:
                 own = held[call % len(held)]
-                return turboquant_gpu_attention.attend(own, query, SCALE, dtype=mx.float16)[0]
+                return turboquant_gpu_attention.attend(own, AttentionCall(query, SCALE, dtype=mx.float16)).out
 
             works[f"{bits} bits"] = attend
         for name, way in WAYS.items():
@@ -207,7 +207,7 @@ def correct(scale: str) -> Iterator[Figure]:
             if kind == "added":
                 mask = np.where(mask, random.standard_normal(mask.shape), -np.inf).astype(np.float32)
         given = None if mask is None else mx.array(mask)
-        out, _ = turboquant_gpu_attention.attend(rows, queries, width**-0.5, given, causal)
+        out, _ = turboquant_gpu_attention.attend(rows, AttentionCall(queries, width**-0.5, given, causal))
         want = _exact(rows, queries, None if mask is None else mask[0], causal)
         error = np.linalg.norm(copy_out(out)[0] - want, axis=-1) / np.linalg.norm(want, axis=-1)
         yield Figure(

@@ -20,7 +20,7 @@ from prefixcache.codecs.c_library import address_of
 from prefixcache.codecs.interchange import Array, borrow, bring_in, name_of
 from prefixcache.codecs.turboquant import c_rows
 from prefixcache.codecs.turboquant.c_rows import constants_of, path_number
-from prefixcache.codecs.turboquant.format import CodedRows, Form
+from prefixcache.codecs.turboquant.format import AttentionCall, AttentionPart, CodedRows, Form
 
 _ATTENTION = struct.Struct("=43qd")  # `struct attention` of kernels/turboquant.h: pointers and int64, then a double
 
@@ -150,18 +150,13 @@ def _bound(name: str, bound: mx.array | None, sequences: int, alive: list[Any]) 
 # -- a call ------------------------------------------------------------------------------------------------------------
 
 
-def attend(
-    rows: CodedRows, queries: mx.array, scale: float, mask: mx.array | None, causal: bool
-) -> tuple[mx.array, mx.array]:
-    """Softmax attention of queries (B, query heads, L, key width), of any dtype that rows have, to coded rows.
+def attend(rows: CodedRows, call: AttentionCall) -> AttentionPart:
+    """Return what attention to coded rows gives in float32, whatever `call.dtype`, and without `call.logits`.
 
-    Returns float32 (B, query heads, L, value width) and, float32 (B, query heads, L), the logarithm of the sum of
-    exponentials of the scores. A query that attends to nothing gets 0 and -inf. Query head h attends to head h // group.
-
-    `mask`, broadcast to (B, query heads, L, T): bool, True where attended to, or floats, added to the scaled scores.
-    `causal`: query i attends to columns up to T - L + i, as well as the mask says. Evaluates all that it is given; codes
+    Queries may have any dtype that rows have; query head h attends to head h // group. Evaluates all that it is given; codes
     and scales are read where they lie. ValueError for arrays of other shapes or dtypes, and where `takes(rows)` is False.
     """
+    queries = call.queries
     library = _library()
     if library is None:
         raise RuntimeError(f"TurboQuant's C kernel: {c_rows.describe()}, without attention; ask takes(rows)")
@@ -171,7 +166,7 @@ def attend(
     alive: list[Any] = [rows]
     key_levels = _levels("key_levels", rows.key_levels, rows.keys, sizes, alive)
     value_levels = _levels("value_levels", rows.value_levels, rows.values, sizes, alive)
-    masked = _mask(mask, (*shape, tokens), alive)
+    masked = _mask(call.mask, (*shape, tokens), alive)
     first = _bound("first", rows.first, sequences, alive)
     last = _bound("last", rows.last, sequences, alive)
 
@@ -199,11 +194,11 @@ def attend(
             address_of(top),
             address_of(total),
         )
-        rest = (sequences, heads, group, length, tokens, splits, tokens_of_split, bool(causal), float(scale))
+        rest = (sequences, heads, group, length, tokens, splits, tokens_of_split, call.causal, call.scale)
         _run(library, job, rest, sizes, rows)
     with np.errstate(divide="ignore", invalid="ignore"):
         top += np.log(total)
-    return bring_in(out, "float32"), bring_in(top, "float32")
+    return AttentionPart(bring_in(out, "float32"), bring_in(top, "float32"))
 
 
 def _blocks(library: ctypes.CDLL, sizes: _AttentionShape) -> int:

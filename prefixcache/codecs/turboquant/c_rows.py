@@ -256,8 +256,8 @@ def encode_all(batch: Sequence[Encoding], dtype: str, form: Form) -> None:
     work = _Work("turboquant_encode")
     for rows, (codes, scales), levels in batch:
         leveller = _NOT_LEVELLED if levels is None else _encoding_levels(levels, form.width)
-        codes, scales = work.target(codes), work.target(scales)
-        work.add(form, leveller, dtype, work.source(rows), codes, scales, token_axis=0)
+        planes = work.target(codes), work.target(scales)
+        work.add(form, leveller, dtype, work.source(rows), planes, token_axis=0)
     work.run()
 
 
@@ -266,8 +266,8 @@ def decode_all(batch: Sequence[Decoding], dtype: str, form: Form) -> None:
     work = _Work("turboquant_decode")
     for (codes, scales), rows, levels in batch:
         leveller = plain_spread(form) if levels is None else _decoding_levels(levels, form)
-        rows = work.target(rows)
-        work.add(form, leveller, dtype, rows, work.source(codes), work.source(scales), token_axis=1)
+        planes = work.source(codes), work.source(scales)
+        work.add(form, leveller, dtype, work.target(rows), planes, token_axis=1)
     work.run()
 
 
@@ -301,9 +301,10 @@ class _Work:
         return array
 
     def add(
-        self, form: Form, levels: _Leveller, dtype: str, rows: Array, codes: Array, scales: Array, token_axis: int
+        self, form: Form, levels: _Leveller, dtype: str, rows: Array, planes: tuple[Array, Array], *, token_axis: int
     ) -> None:
-        constants = constants_of(form)
+        """Add rows and their codes and scales. ValueError for arrays of other shapes or dtypes."""
+        constants, (codes, scales) = constants_of(form), planes
         tokens, heads = scales.shape if scales.ndim == 2 else (-1, -1)
         shape = (tokens, heads, form.width) if token_axis == 0 else (heads, tokens, form.width)
         _check("rows", rows, _dtype_of(dtype), shape)

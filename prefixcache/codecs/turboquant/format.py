@@ -122,3 +122,34 @@ class CodedRows(NamedTuple):
     def key_words(self) -> int:
         """Return where a row's value begins in `codes`."""
         return words_of(self.keys.width, self.keys.codebook.bits)
+
+
+class AttentionPart(NamedTuple):
+    """What attention to some of the rows gives: the output (B, query heads, L, value width) of the call's dtype, and, float32
+    (B, query heads, L), the natural logarithm of the sum of exponentials of the scaled scores, without attention sinks. A
+    query that attends to none of the rows has 0 and -inf.
+    """
+
+    out: mx.array
+    total: mx.array
+
+
+class AttentionCall(NamedTuple):
+    """What a model asks of one layer's rows: softmax attention of `queries` (B, query heads, L, key width) to T of them.
+
+    `mask`: bool (True attends) or floats to add, broadcastable to (B, query heads, L, T). `causal`: query i attends to the
+    first T - L + i + 1 rows, as well as the mask says. `logits` (query heads,): those of attention sinks, which count in the
+    denominator of the output alone. `dtype` is the output's; None: float32.
+    """
+
+    queries: mx.array
+    scale: float
+    mask: mx.array | None = None
+    causal: bool = False
+    logits: mx.array | None = None
+    dtype: mx.Dtype | None = None
+
+    def mask_of(self, rows: int) -> mx.array | None:
+        """Return the mask, broadcast to (B, query heads, L, rows)."""
+        wanted = (*self.queries.shape[:3], rows)
+        return self.mask if self.mask is None or self.mask.shape == wanted else mx.broadcast_to(self.mask, wanted)

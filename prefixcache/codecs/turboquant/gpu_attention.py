@@ -7,13 +7,14 @@ decoding step adds. `kernels` has the text.
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import mlx.core as mx
 
 from prefixcache.codecs.interchange import FLOATS, name_of
 from prefixcache.codecs.packing import words_of
 from prefixcache.codecs.turboquant import gpu_rows
-from prefixcache.codecs.turboquant.format import CodedRows, Form
+from prefixcache.codecs.turboquant.format import AttentionCall, AttentionPart, CodedRows, Form
 from prefixcache.kernels import turboquant_attention
 from prefixcache.kernels.turboquant_attention import Attention, CodedAttentionKind
 from prefixcache.kernels.turboquant_encode import PairEncoder
@@ -35,75 +36,66 @@ def takes(rows: CodedRows, queries: mx.array) -> bool:
     )
 
 
-def attend(
-    rows: CodedRows,
-    queries: mx.array,
-    scale: float,
-    mask: mx.array | None = None,
-    causal: bool = False,
-    dtype: mx.Dtype | None = None,
-    sinks: mx.array | None = None,
-) -> tuple[mx.array, mx.array]:
-    """Queries (B, query heads, L, key width) -> out (B, query heads, L, value width) of `dtype`, float32 if None, and
-    lse float32 (B, query heads, L): the natural logarithm of the sum of exponentials of the scaled scores. Lazy.
-
-    `mask`: bool (True attends) or floats to add, broadcastable to (B, query heads, L, T), read as it lies. `causal`:
-    query i attends to the first T - L + i + 1 rows. `sinks` (query heads,): logits that count in the denominator of
-    `out` alone. A query that attends to nothing gets out 0 and lse -inf.
-    """
+def attend(rows: CodedRows, call: AttentionCall) -> AttentionPart:
+    """Return what attention to coded rows gives, lazy. Masks are read as they lie."""
     batch, _, tokens, _ = rows.codes.shape
-    _, query_heads, length, _ = queries.shape
-    wanted = mx.float32 if dtype is None else dtype
+    _, query_heads, length, _ = call.queries.shape
+    result = mx.float32 if call.dtype is None else call.dtype
     if batch == 0 or tokens == 0:
         shape = (batch, query_heads, length)
-        return mx.zeros((*shape, rows.values.width), wanted), mx.full(shape, -mx.inf, mx.float32)
-    if mask is not None and mask.shape != (batch, query_heads, length, tokens):
-        mask = mx.broadcast_to(mask, (batch, query_heads, length, tokens))
+        return AttentionPart(mx.zeros((*shape, rows.values.width), result), mx.full(shape, -mx.inf, mx.float32))
+    mask = call.mask_of(tokens)
     kernels = _kernels(
-        rows.keys,
-        rows.values,
-        query_heads // rows.codes.shape[1] * length > turboquant_attention.QUERIES,
-        queries.dtype,
-        wanted,
-        scale,
-        causal and length > 1,
-        mask.dtype if mask is not None else None,
-        sinks.dtype if sinks is not None else None,
-        (rows.key_levels is not None, rows.value_levels is not None, rows.first is not None, rows.last is not None),
+        _AttentionTraits(
+            rows.keys,
+            rows.values,
+            query_heads // rows.codes.shape[1] * length > turboquant_attention.QUERIES,
+            (call.queries.dtype, result),
+            call.scale,
+            call.causal and length > 1,
+            mask.dtype if mask is not None else None,
+            call.logits.dtype if call.logits is not None else None,
+            (rows.key_levels is not None, rows.value_levels is not None),
+            (rows.first is not None, rows.last is not None),
+        )
     )
-    return kernels(
+    out, total = kernels(
         rows.codes,
         rows.scales,
-        queries,
+        call.queries,
         [array for array in (rows.key_levels, rows.first, rows.last, mask) if array is not None],
-        [array for array in (rows.value_levels, sinks) if array is not None],
+        [array for array in (rows.value_levels, call.logits) if array is not None],
     )
+    return AttentionPart(out, total)
+
+
+class _AttentionTraits(NamedTuple):
+    """What kernels of attention are compiled for."""
+
+    keys: Form
+    values: Form
+    many: bool
+    dtypes: tuple[mx.Dtype, mx.Dtype]  # of queries, of the output
+    scale: float
+    causal: bool
+    mask: mx.Dtype | None
+    logits: mx.Dtype | None
+    levelled: tuple[bool, bool]  # keys, values
+    bounds: tuple[bool, bool]  # first, last
 
 
 @lru_cache(maxsize=64)
-def _kernels(
-    keys: Form,
-    values: Form,
-    many: bool,
-    queries: mx.Dtype,
-    result: mx.Dtype,
-    scale: float,
-    causal: bool,
-    mask: mx.Dtype | None,
-    sinks: mx.Dtype | None,
-    there: tuple[bool, bool, bool, bool],
-) -> Attention:
-    key_levels, value_levels, first, last = there
+def _kernels(traits: _AttentionTraits) -> Attention:
     kind = CodedAttentionKind(
-        keys=gpu_rows._kind(keys, name_of(queries), key_levels),
-        values=gpu_rows._kind(values, name_of(result), value_levels),
-        tiles=turboquant_attention.tiles_for(keys.width, values.width, many),
-        scale=scale,
-        causal=causal,
-        mask=name_of(mask) if mask is not None else "",
-        first=first,
-        last=last,
-        sinks=name_of(sinks) if sinks is not None else "",
+        keys=gpu_rows._kind(traits.keys, name_of(traits.dtypes[0]), traits.levelled[0]),
+        values=gpu_rows._kind(traits.values, name_of(traits.dtypes[1]), traits.levelled[1]),
+        tiles=turboquant_attention.tiles_for(traits.keys.width, traits.values.width, traits.many),
+        scale=traits.scale,
+        causal=traits.causal,
+        mask=name_of(traits.mask) if traits.mask is not None else "",
+        first=traits.bounds[0],
+        last=traits.bounds[1],
+        sinks=name_of(traits.logits) if traits.logits is not None else "",
     )
     return Attention(gpu_rows._dialect(), kind)
 

@@ -17,7 +17,7 @@ from prefixcache.codecs.interchange import Array, borrow, bring_in, element, nam
 from prefixcache.codecs.levels import Levels
 from prefixcache.codecs.packing import words_of
 from prefixcache.codecs.turboquant import backends, c_attention, gpu_attention, gpu_rows
-from prefixcache.codecs.turboquant.format import CodedRows, Form
+from prefixcache.codecs.turboquant.format import AttentionCall, AttentionPart, CodedRows, Form
 
 Encoder = Callable[[mx.array, mx.array], tuple[mx.array, mx.array]]
 MOST_QUERIES = 16  # a sequence's queries at a time that the GPU's fused kernel is for; more are a prefill
@@ -131,34 +131,20 @@ def _decoded_on_gpu(codes: mx.array, scales: mx.array, dtype: str, levels: Level
     return gpu_rows.decode_arrays(codes, scales, codes.shape[0], dtype, levels.form, mean_and_spread)
 
 
-def attend(
-    rows: CodedRows,
-    queries: mx.array,
-    scale: float,
-    mask: mx.array | None,
-    causal: bool,
-    dtype: mx.Dtype | None = None,
-    logits: mx.array | None = None,
-) -> tuple[mx.array, mx.array] | None:
-    """Attention on codes, in one pass over them: out (B, query heads, L, value width) of `dtype` (None: float32), and
-    float32 (B, query heads, L) the logarithms of the sums of exponentials, -inf where nothing is attended to.
-
-    `logits` (query heads,): those of attention sinks, which count in `out` alone. None where no kernel does it here: then
-    decode, head by head.
-    """
+def attend(rows: CodedRows, call: AttentionCall) -> AttentionPart | None:
+    """Attend to codes, in one pass over them. None where no kernel does it here: then decode, head by head."""
     if on_cpu():
         if not c_attention.takes(rows):
             return None
-        out, total = c_attention.attend(rows, queries, scale, mask, causal)
-        return with_logits(out, total, logits).astype(dtype or mx.float32), total
-    if queries.shape[2] <= MOST_QUERIES and gpu_attention.takes(rows, queries):
-        done: tuple[mx.array, mx.array] = gpu_attention.attend(rows, queries, scale, mask, causal, dtype, logits)
-        return done
+        part = c_attention.attend(rows, call)
+        return AttentionPart(with_logits(part, call.logits).astype(call.dtype or mx.float32), part.total)
+    if call.queries.shape[2] <= MOST_QUERIES and gpu_attention.takes(rows, call.queries):
+        return gpu_attention.attend(rows, call)
     return None
 
 
-def with_logits(out: mx.array, total: mx.array, logits: mx.array | None) -> mx.array:
-    """An output (B, query heads, L, width) whose sums of exponentials have these logarithms, with attention sinks."""
+def with_logits(part: AttentionPart, logits: mx.array | None) -> mx.array:
+    """Return the output where attention sinks have these logits."""
     if logits is None:
-        return out
-    return out * mx.sigmoid(total - logits.astype(mx.float32)[:, None])[..., None]
+        return part.out
+    return part.out * mx.sigmoid(part.total - logits.astype(mx.float32)[:, None])[..., None]

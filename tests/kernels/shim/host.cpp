@@ -172,6 +172,15 @@ void run_group(unsigned threads) {
   }
 }
 
+// Memory above a page that can't be touched, into which a stack that is too small would grow.
+char* above_guard(size_t bytes) {
+  const size_t page = sysconf(_SC_PAGESIZE);
+  char* base = static_cast<char*>(mmap(nullptr, bytes + page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANON, -1, 0));
+  if (base == MAP_FAILED) fail("out of memory");
+  mprotect(base, page, PROT_NONE);
+  return base + page;
+}
+
 // Memory whose last byte is the last before a page that can't be touched, and whose first follows one in the same way as
 // far as its size allows; what lies between is checked afterwards.
 char* guarded(size_t bytes) {
@@ -217,7 +226,7 @@ int run(int count, char** arguments) {
     buffers.push_back(buffer);
   }
   fibers.resize(threads);
-  for (unsigned i = 0; i < threads; i++) stacks.push_back(guarded(STACK));
+  for (unsigned i = 0; i < threads; i++) stacks.push_back(above_guard(STACK));
   for (group = 0; group < groups; group++) run_group(threads);
   for (const Buffer& buffer : buffers) {
     check_slack(buffer);
