@@ -20,11 +20,11 @@ def parse_size(value: Any, name: str = "size") -> int:
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         raise ValueError(f"{name}={value!r}: not a size; {_REMEDY}")
     if isinstance(value, str):
-        found = _SIZE.fullmatch(value)
-        unit = UNITS.get(found[2].upper()) if found else None
-        if found is None or unit is None:
+        match = _SIZE.fullmatch(value)
+        unit = UNITS.get(match[2].upper()) if match else None
+        if match is None or unit is None:
             raise ValueError(f"{name}={value!r}: not a size; {_REMEDY}")
-        size = float(found[1]) * unit if "." in found[1] else int(found[1]) * unit
+        size = float(match[1]) * unit if "." in match[1] else int(match[1]) * unit
     else:
         size = value
     if not 0 <= size < 2**63 or 0 < size < 1:
@@ -48,7 +48,7 @@ def size(nbytes: int) -> str:
 def as_setting(nbytes: int) -> str:
     """Return a size as it is written for a setting, rounded down: "58MB"."""
     for unit in ("TB", "GB", "MB", "KB"):
-        one = UNITS[unit]
-        if nbytes >= 10 * one or (nbytes >= one and not nbytes % one):
-            return f"{nbytes // one}{unit}"
+        factor = UNITS[unit]
+        if nbytes >= 10 * factor or (nbytes >= factor and not nbytes % factor):
+            return f"{nbytes // factor}{unit}"
     return str(nbytes)

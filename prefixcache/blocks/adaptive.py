@@ -40,11 +40,11 @@ class Ghosts:
         """Tell whether a key was evicted not long ago. It is forgotten then."""
         word = int.from_bytes(key[:8], "little")
         place = word % len(self._table)
-        found = self._table[place]
-        if not found or found >> 32 != word >> 32:
+        entry = self._table[place]
+        if not entry or entry >> 32 != word >> 32:
             return False
         self._table[place] = 0
-        return (self._evictions - found) & 0xFFFFFFFF < self._times * max(held, self.LEAST // self._times)
+        return (self._evictions - entry) & 0xFFFFFFFF < self._times * max(held, self.LEAST // self._times)
 
     def _fit(self, places: int) -> None:
         size = len(self._table)

@@ -16,14 +16,14 @@ from prefixcache.keys import BLOCK, TOKEN_BYTES
 
 def hit_depth(walk: Walk, tier: int, limit: int) -> int:
     """Return the deepest boundary <= `limit` that can be hit."""
-    upto, last = _upto(tier), walk.tree.root
+    tiers, last = _tiers_to(tier), walk.tree.root
     for node in walk.path:
         rows = node.rows
-        if rows is None or not rows.tiers & upto:
+        if rows is None or not rows.tiers & tiers:
             break
         last = node
     depth, partial = last.end, walk.partial
-    if partial is not None and partial.parent is last and partial.rows is not None and partial.rows.tiers & upto:
+    if partial is not None and partial.parent is last and partial.rows is not None and partial.rows.tiers & tiers:
         depth += walk.shared
     depth = min(depth, limit)
     if walk.tree.snapshots:
@@ -73,18 +73,19 @@ def pin_leaves(required: Iterable[Slot]) -> list[Slot]:
     return roots
 
 
-def _upto(tier: int) -> int:
+def _tiers_to(tier: int) -> int:
+    """Return the bits of a tier and the faster ones."""
     return (2 << tier) - 1
 
 
 def _snapshots(walk: Walk, tier: int, depth: int) -> Iterator[tuple[int, Slot]]:
     """Yield the stored boundaries of snapshots on the walk, at or before `depth`, deepest first."""
-    upto = _upto(tier)
+    tiers = _tiers_to(tier)
     for parent in reversed([walk.tree.root, *walk.path]):
         if parent.snapshots and parent.end < depth:
             first = parent.end * TOKEN_BYTES
             for slot in parent.snapshots_of(walk.token_bytes[first : min(depth, parent.end + BLOCK) * TOKEN_BYTES]):
-                if slot.tiers & upto:
+                if slot.tiers & tiers:
                     yield slot.end, slot
 
 
@@ -120,10 +121,10 @@ def _window_rows(node: Node, tier: int, index: int, needed: int) -> Iterator[tup
     A row depends on the tokens up to its own and on nothing after: so images of siblings that begin with the same tokens
     are as good as the block's own. The block's come first, and those in RAM before the others.
     """
-    upto = _upto(tier)
+    tiers = _tiers_to(tier)
     windows = node.windows if len(node.windows) < 2 else sorted(node.windows, key=lambda slot: slot.image is None)
     for slot in windows:
-        if (rows := slot.mask[index] & needed) and slot.tiers & upto:
+        if (rows := slot.mask[index] & needed) and slot.tiers & tiers:
             needed &= ~rows
             yield slot, BLOCK, rows
     if not needed or node.parent is None or len(node.parent.children) == 1:
@@ -133,7 +134,7 @@ def _window_rows(node: Node, tier: int, index: int, needed: int) -> Iterator[tup
     i = bisect_left(tokens, prefix)
     while needed and i < len(siblings) and tokens[i].startswith(prefix):
         for slot in siblings[i].windows if siblings[i] is not node else ():
-            if slot.mask[index] & needed and slot.tiers & upto:
+            if slot.mask[index] & needed and slot.tiers & tiers:
                 shared = common_tokens(tokens[i], node.tokens)
                 if rows := slot.mask[index] & needed & mask_of(0, shared):
                     needed &= ~rows

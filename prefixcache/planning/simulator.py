@@ -38,9 +38,9 @@ from prefixcache.store_fetch_remove.jobs import ImageJob
 from prefixcache.store_fetch_remove.namespaces import reserve_basis
 from prefixcache.store_fetch_remove.store import StoreCall
 from prefixcache.tiers.idle import LOOKS, PERIOD, Idle
-from prefixcache.tiers.namespace import Namespace
 from prefixcache.tiers.promotion import ReadableTier, promote
 from prefixcache.tiers.prompt import Hit, Prompt, count_hit, take_hit
+from prefixcache.tiers.state import Namespace
 from prefixcache.tiers.storage import Storage
 from prefixcache.trace.reading import Request
 

@@ -67,17 +67,17 @@ class Client:
         asked = [name for name in names if name not in self.missing]
         if not asked:
             return [None] * len(names)
-        found = dict(zip(asked, self.calls.wait(self.calls.ask(self._sizes, asked), timeout), strict=True))
-        return [found.get(name) for name in names]
+        sizes = dict(zip(asked, self.calls.wait(self.calls.ask(self._sizes, asked), timeout), strict=True))
+        return [sizes.get(name) for name in names]
 
     def _sizes(self, names: Sequence[str]) -> list[int | None]:
         began = time.monotonic()
-        found = self.engine.sizes(names)
+        sizes = self.engine.sizes(names)
         seconds = time.monotonic() - began
         self.counters.add(asks=1)
         self.counters.ask_seconds.observe(seconds)
         self.speed.learn_trip(seconds)
-        return found
+        return sizes
 
     def ids_under(self, folders: Sequence[str], timeout: float) -> list[list[str]]:
         """Return the last parts of the names in each of a few folders."""
@@ -85,12 +85,12 @@ class Client:
         self.counters.add(asks=len(folders))
         until = time.monotonic() + timeout
         try:
-            found = [self.calls.wait(future, max(until - time.monotonic(), 0.0)) for future in asking]
+            listed = [self.calls.wait(future, max(until - time.monotonic(), 0.0)) for future in asking]
         except EngineError:
             for future in asking:
                 self.calls.give_up(future)
             raise
-        return [[name.rpartition("/")[2] for name in names] for names in found]
+        return [[name.rpartition("/")[2] for name in names] for names in listed]
 
     def read(
         self, name: str, size: int | None, room: Callable[[int], bool], watch: Sink | None = None

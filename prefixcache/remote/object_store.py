@@ -105,29 +105,29 @@ class ObjectStore:
         with self._errors():
             asked = [self._pool.submit(self._size, name) for name in names]
             try:
-                found = [future.result(max(0.0, deadline - time.monotonic())) for future in asked]
+                sizes = [future.result(max(0.0, deadline - time.monotonic())) for future in asked]
             finally:
                 for future in asked:
                     future.cancel()
-            if None in found:
+            if None in sizes:
                 self._check_folder()
-            return found
+            return sizes
 
     def get(self, name: str, size: int | None, accept: Callable[[int], Sink | None]) -> bool:
         if self._folder is not None:
             return self._read_file(name, accept)
         with self._errors():
             try:
-                found = obstore.get(self._store, name)
+                answer = obstore.get(self._store, name)
             except FileNotFoundError as error:
                 if _NO_BUCKET.search(str(error)):
                     raise
                 return False
-            nbytes: int = found.meta["size"]
+            nbytes: int = answer.meta["size"]
         if not nbytes or (sink := accept(nbytes)) is None:
             return False
         with self._errors():
-            _pour(map(memoryview, found.stream(min_chunk_size=PIECE)), nbytes, sink)
+            _pour(map(memoryview, answer.stream(min_chunk_size=PIECE)), nbytes, sink)
         return True
 
     def _read_file(self, name: str, accept: Callable[[int], Sink | None]) -> bool:
@@ -183,7 +183,7 @@ class ObjectStore:
         names: list[str] = []
         with suppress(InvalidPathError):  # of an object that is none of ours; what comes after it is not listed
             for _, page in zip(range(_PAGES), pages, strict=False):
-                paths = (found["path"] for found in page if found["size"])
+                paths = (item["path"] for item in page if item["size"])
                 names += [path for path in paths if path.rpartition("/")[0] == folder]
                 if len(names) >= _LISTED:
                     break
@@ -292,5 +292,5 @@ def _refusal(text: str) -> tuple[str | None, str | None]:
 def _os_error(error: Exception) -> int | None:
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno
-    found = re.search(r"Os \{\s*code: (\d+)", str(error)) or re.search(r"\(os error (\d+)\)", str(error))
-    return int(found[1]) if found else None
+    match = re.search(r"Os \{\s*code: (\d+)", str(error)) or re.search(r"\(os error (\d+)\)", str(error))
+    return int(match[1]) if match else None

@@ -26,7 +26,7 @@ from prefixcache.remote.sealing import image_name, snapshot_folder
 from prefixcache.remote.search import Gap, SoughtImage, search
 from prefixcache.ssd.entries import Entry
 from prefixcache.ssd.files import is_image_of
-from prefixcache.tiers.namespace import Namespace
+from prefixcache.tiers.state import Namespace
 from prefixcache.tiers.storage import Storage
 
 # An answer is waited for the longest of these, and an image its expected time more.
@@ -120,7 +120,7 @@ class RemotePromotion:
     # -- asking -------------------------------------------------------------------------------------------------------
 
     def sizes(self, wanted: Sequence[SoughtImage]) -> list[int | None]:
-        return self._client.sizes([self._name(one) for one in wanted], self._question_timeout())
+        return self._client.sizes([self._name(image) for image in wanted], self._question_timeout())
 
     def snapshots(self, parents: Sequence[bytes]) -> list[set[str]]:
         folders = [snapshot_folder(self._client.seal, self._gap.root, parent) for parent in parents]
@@ -140,7 +140,7 @@ class RemotePromotion:
 
     def _estimate(self, wanted: Sequence[SoughtImage]) -> int:
         """Estimate the bytes of these images; where the engine has told some sizes only, by their mean."""
-        known = [one.size for one in wanted if one.size is not None]
+        known = [image.size for image in wanted if image.size is not None]
         self._mean_size = sum(known) // max(len(known), 1)
         return self._mean_size * len(wanted)
 

@@ -94,7 +94,7 @@ def search(gap: Gap, asking: Asking) -> tuple[int, list[SoughtImage]]:
     The boundary that this machine has, and nothing, where nothing deeper is.
     """
     rows = [gap.rows(block) for block in range(gap.known, len(gap.keys))]
-    there = [one._replace(size=size) for one, size in zip(rows, leading(rows, asking), strict=False)]
+    there = [image._replace(size=size) for image, size in zip(rows, leading(rows, asking), strict=False)]
     blocks = gap.known + len(there)
     if gap.snapshots:
         return _to_snapshot(gap, asking, there, blocks)
@@ -129,12 +129,12 @@ def _to_block(gap: Gap, asking: Asking, rows: list[SoughtImage], boundary: int) 
         needed = sorted(_window_blocks(gap, boundary))
         unasked = [gap.window(block) for block in needed if block not in asked]
         asked.update(
-            zip((one.start // BLOCK for one in unasked), asking.sizes(unasked) if unasked else (), strict=True)
+            zip((window.start // BLOCK for window in unasked), asking.sizes(unasked) if unasked else (), strict=True)
         )
         missing = [block for block in needed if asked[block] is None]
         if not missing:
             windows = [gap.window(block)._replace(size=asked[block]) for block in needed]
-            return boundary, [one for one in rows if one.start < boundary] + windows
+            return boundary, [image for image in rows if image.start < boundary] + windows
         boundary = max(missing) * BLOCK
     return gap.boundary, []
 
@@ -159,7 +159,7 @@ def _to_snapshot(gap: Gap, asking: Asking, rows: list[SoughtImage], blocks: int)
             boundary = block * BLOCK + len(snapshot.tokens) // TOKEN_BYTES
             if boundary <= gap.boundary:
                 break
-            wanted = [one for one in rows if one.start <= block * BLOCK]
+            wanted = [image for image in rows if image.start <= block * BLOCK]
             if block == blocks:  # rows that end where the snapshot does
                 tail = snapshot._replace(kind=ROWS)
                 size = asking.sizes([tail])[0]
@@ -177,11 +177,11 @@ def _to_snapshot(gap: Gap, asking: Asking, rows: list[SoughtImage], blocks: int)
 
 def _snapshots_of(gap: Gap, asking: Asking, block: int, ids: set[str]) -> list[SoughtImage]:
     """Return those snapshots behind a block that the prompt goes through, the deepest first."""
-    found: list[SoughtImage] = []
+    snapshots: list[SoughtImage] = []
     parent, first = gap.parent(block), block * BLOCK * TOKEN_BYTES
     for end in range(min(gap.limit - block * BLOCK, BLOCK) if ids else 0, 0, -1):
         suffix = gap.token_bytes[first : first + end * TOKEN_BYTES]
         key = chain(parent, suffix)
         if asking.snapshot_id(key) in ids:
-            found.append(SoughtImage(SNAPSHOT, key, parent, block * BLOCK, suffix))
-    return found
+            snapshots.append(SoughtImage(SNAPSHOT, key, parent, block * BLOCK, suffix))
+    return snapshots

@@ -35,8 +35,8 @@ from prefixcache.remote.search import Gap, whole_mask
 from prefixcache.remote.stats import RemoteStats
 from prefixcache.remote.threads import DaemonThreads
 from prefixcache.remote.uploads import Uploads, name_of
-from prefixcache.tiers.namespace import Namespace
 from prefixcache.tiers.prompt import Prompt
+from prefixcache.tiers.state import Namespace
 from prefixcache.tiers.storage import Storage
 
 log = logging.getLogger("prefixcache")

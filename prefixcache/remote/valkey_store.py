@@ -93,18 +93,18 @@ class ValkeyStore:
             "tls": context,
         }
         self._lock = threading.Lock()
-        self._idle: list[_Connection] = []
-        self._used: set[_Connection] = set()
+        self._idle: list[_TimedConnection] = []
+        self._used: set[_TimedConnection] = set()
         self._closed = False
 
     def sizes(self, names: Sequence[str]) -> list[int | None]:
         """Ask by STRLEN, which counts as a use for LRU and LFU alike, except while the server forks to save."""
         deadline = time.monotonic() + self._timeout
-        found: list[int | None] = []
+        sizes: list[int | None] = []
         for start in range(0, len(names), self.names_at_once):
             asked = names[start : start + self.names_at_once]
-            found += self._lengths([self._key(name) for name in asked], deadline)
-        return found
+            sizes += self._lengths([self._key(name) for name in asked], deadline)
+        return sizes
 
     def get(self, name: str, size: int | None, accept: Callable[[int], Sink | None]) -> bool:
         """Return False also when the value is no longer of the size that was accepted."""
@@ -146,7 +146,7 @@ class ValkeyStore:
         """Ask INFO: a user who may not learns nothing of the policy."""
         commands, deadline = [("INFO", "server"), ("INFO", "memory")], time.monotonic() + self._timeout
 
-        def ask(connection: _Connection) -> list[Any]:
+        def ask(connection: _TimedConnection) -> list[Any]:
             answers = connection.ask(commands, deadline, _SLACK)
             return [False if isinstance(answer, exceptions.NoPermissionError) else answer for answer in answers]
 
@@ -188,7 +188,7 @@ class ValkeyStore:
         """
         return self._on_a_connection(lambda connection: connection.ask(commands, deadline, limit + _SLACK))
 
-    def _on_a_connection(self, call: Callable[[_Connection], list[Any]]) -> list[Any]:
+    def _on_a_connection(self, call: Callable[[_TimedConnection], list[Any]]) -> list[Any]:
         """Return what the call answers. Raise EngineError for the first answer that is an error."""
         connection = self._take()
         try:
@@ -215,13 +215,13 @@ class ValkeyStore:
                 raise _refusal(answer)
         return answers
 
-    def _take(self) -> _Connection:
+    def _take(self) -> _TimedConnection:
         """Return the connection that was used last and still is one, or a new one, not connected yet."""
         while True:
             with self._lock:
                 if self._closed:
                     raise EngineError("closed")
-                connection = self._idle.pop() if self._idle else _Connection(**self._options)
+                connection = self._idle.pop() if self._idle else _TimedConnection(**self._options)
                 self._used.add(connection)
             if connection.is_quiet():
                 return connection
@@ -230,7 +230,7 @@ class ValkeyStore:
                 self._used.discard(connection)
 
 
-class _Connection(Connection):
+class _TimedConnection(Connection):
     """valkey-py's, with one deadline for all that a call waits for; valkey-py has one for each read only.
 
     It sends with the packer in Python, which does not copy the image as libvalkey's does.
@@ -343,7 +343,7 @@ class _Socket:
     of a socket as valkey-py uses.
     """
 
-    def __init__(self, sock: socket.socket, connection: _Connection):
+    def __init__(self, sock: socket.socket, connection: _TimedConnection):
         self._sock, self._connection = sock, connection
         self.fileno, self.close = sock.fileno, sock.close
         # Not TLS's: that forgets its keys first, and what another thread is sending would go in clear.
@@ -392,22 +392,22 @@ def _left(deadline: float) -> float:
 
 def _addresses(host: str, port: int, deadline: float) -> list[Any]:
     """Do getaddrinfo, which waits as long as the system's resolver likes, until the deadline."""
-    found: list[Any] = []
+    addresses: list[Any] = []
 
     def look_up() -> None:
         try:
-            found.extend(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+            addresses.extend(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
         except OSError as error:
-            found.append(error)
+            addresses.append(error)
 
     thread = threading.Thread(target=look_up, name="prefixcache-resolver", daemon=True)
     thread.start()
     thread.join(_left(deadline))
-    if not found:
+    if not addresses:
         raise TimeoutError
-    if isinstance(found[0], OSError):
-        raise found[0]
-    return found
+    if isinstance(addresses[0], OSError):
+        raise addresses[0]
+    return addresses
 
 
 def _why_lost(error: BaseException) -> str:

@@ -199,13 +199,13 @@ class Directory:
 
     def names(self) -> dict[str, set[str]]:
         """Return, by kind, what is in its folder: of an image the key as hex digits, of what is none its whole name."""
-        found: dict[str, set[str]] = {
+        names: dict[str, set[str]] = {
             kind: {i.name for i in own(self.root / folder) if not _holds(i)} for folder, kind in _KINDS.items()
         }
         for folder in self.image_folders():
             kind = _KINDS[os.path.basename(os.path.dirname(folder))]
-            found[kind].update(name.removesuffix(SUFFIX) for name in os.listdir(folder) if not is_foreign(name))
-        return found
+            names[kind].update(name.removesuffix(SUFFIX) for name in os.listdir(folder) if not is_foreign(name))
+        return names
 
     def image_folders(self) -> dict[str, int]:
         """Return the real bytes of every two-digit folder."""
@@ -241,8 +241,8 @@ class Directory:
         return total
 
 
-def identity_of(found: os.stat_result) -> tuple[int, int]:
-    return found.st_dev, found.st_ino
+def identity_of(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
 
 
 def require_plain(path: Path) -> None:
@@ -250,14 +250,14 @@ def require_plain(path: Path) -> None:
     elsewhere, too, and a pipe would be waited for.
     """
     try:
-        found = os.lstat(path)
+        status = os.lstat(path)
     except FileNotFoundError:
         return
     except OSError as error:
         raise refusal(path, error) from error
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         raise DirectoryError(f"ssd_dir: {str(path)!r} is a link, a folder or a device, not a file: move it away")
-    if found.st_nlink > 1:
+    if status.st_nlink > 1:
         raise DirectoryError(
             f"ssd_dir: {str(path)!r} is another name of a file elsewhere (a hard link): copy it or move it away"
         )
@@ -417,9 +417,9 @@ def remove_empty_folders(folders: Iterable[str]) -> None:
         sync_folder(folder)
 
 
-def disk_of(found: os.stat_result) -> int:
+def disk_of(status: os.stat_result) -> int:
     """Return the bytes really taken, as `du` counts them."""
-    return found.st_blocks * 512
+    return status.st_blocks * 512
 
 
 def device_of(path: Path) -> int:

@@ -29,7 +29,7 @@ from prefixcache.image_format import (
     is_whole,
     parse_header,
 )
-from prefixcache.ssd.directory import disk_of
+from prefixcache.ssd.directory import disk_of, identity_of
 from prefixcache.ssd.entries import BOUNDS, Entry, NamespaceRow
 from prefixcache.ssd.errors import NewerFormat
 
@@ -94,11 +94,11 @@ def read_image(path: str, entry: Entry) -> Image:
     """Return the image of `entry`: Misindexed when the index is proved wrong, DamagedFile when the file is, OSError when that
     could not be found out.
     """
-    fd, found = _open(path)
-    identity = (found.st_dev, found.st_ino)
+    fd, status = _open(path)
+    identity = identity_of(status)
     try:
-        if found.st_size != entry.nbytes:
-            reason = f"{found.st_size} bytes, the index says {entry.nbytes}"
+        if status.st_size != entry.nbytes:
+            reason = f"{status.st_size} bytes, the index says {entry.nbytes}"
             raise (Misindexed if _is_whole_image_of(path, entry) else DamagedFile)(reason, identity)
         data = _read(fd, entry.nbytes, identity)
     finally:
@@ -135,9 +135,9 @@ def _is_whole_image_of(path: str, entry: Entry) -> bool:
     """
     try:
         said = from_header(read_header(path), 0).entry
-        fd, found = _open(path)
+        fd, status = _open(path)
         try:
-            return said[:6] == entry[:6] and _is_whole(fd, found)
+            return said[:6] == entry[:6] and _is_whole(fd, status)
         finally:
             os.close(fd)
     except (DamagedFile, ValueError, OSError, NewerFormat):
@@ -153,20 +153,24 @@ def _open(path: str) -> tuple[int, os.stat_result]:
         if error.errno in (errno.ELOOP, errno.ENXIO):
             raise DamagedFile("not a regular file", None) from None
         raise
-    found = os.fstat(fd)
-    if not stat.S_ISREG(found.st_mode):
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode):
         os.close(fd)
-        raise DamagedFile("not a regular file", (found.st_dev, found.st_ino))
-    return fd, found
+        raise DamagedFile("not a regular file", identity_of(status))
+    return fd, status
 
 
 def _read(fd: int, nbytes: int, identity: tuple[int, int]) -> np.ndarray:
-    data = image_memory.take(nbytes)
+    return _fill(image_memory.take(nbytes), fd, identity)
+
+
+def _fill(data: np.ndarray, fd: int, identity: tuple[int, int]) -> np.ndarray:
+    """Read as many bytes of a file as there are places in `data`. Raises DamagedFile where there are fewer."""
     view, at = data.data, 0
-    while at < nbytes:
+    while at < data.nbytes:
         n = os.readv(fd, [view[at : at + _STEP]])
         if not n:
-            raise DamagedFile(f"ends after {at} of {nbytes} bytes", identity)
+            raise DamagedFile(f"ends after {at} of {data.nbytes} bytes", identity)
         at += n
     return data
 
@@ -175,10 +179,10 @@ def read_header(path: str) -> Shallow:
     """Return what the file says of itself, checked as far as its header goes. Raises DamagedFile or OSError as `read_image`
     does, and NewerFormat for what a newer release wrote.
     """
-    fd, found = _open(path)
-    identity = (found.st_dev, found.st_ino)
+    fd, status = _open(path)
+    identity = identity_of(status)
     try:
-        size = found.st_size
+        size = status.st_size
         if size < 8:
             raise DamagedFile(f"{size} bytes: too short for a header", identity)
         length = int.from_bytes(bytes(_read(fd, 8, identity)), "little")
@@ -189,27 +193,27 @@ def read_header(path: str) -> Shallow:
             header = parse_header(bytes(_read(fd, length, identity)), size - end)
         except ImageError as error:
             if isinstance(error, WrongFormat):
-                _refuse_newer(fd, error.said, found)
+                _refuse_newer(fd, error.said, status)
             raise DamagedFile(str(error), identity) from None
         first, last = header.tokens or (0, 0)
         tokens = os.pread(fd, last - first, end + first)
-        return Shallow(header, tokens, size, disk_of(found), found.st_mtime)
+        return Shallow(header, tokens, size, disk_of(status), status.st_mtime)
     finally:
         os.close(fd)
 
 
-def _refuse_newer(fd: int, said: str, found: os.stat_result) -> None:
+def _refuse_newer(fd: int, said: str, status: os.stat_result) -> None:
     """Raise NewerFormat for a whole file of a newer format; one that is not whole may say anything."""
-    if re.fullmatch("[0-9]{1,9}", said) and int(said) > FORMAT and _is_whole(fd, found):
+    if re.fullmatch("[0-9]{1,9}", said) and int(said) > FORMAT and _is_whole(fd, status):
         raise NewerFormat("an image in it", int(said), FORMAT)
 
 
-def _is_whole(fd: int, found: os.stat_result) -> bool:
+def _is_whole(fd: int, status: os.stat_result) -> bool:
     """Tell whether an open file's checksum is that of its bytes."""
-    if disk_of(found) * _HOLE <= found.st_size:
+    if disk_of(status) * _HOLE <= status.st_size:
         return False
     os.lseek(fd, 0, os.SEEK_SET)
-    identity, sizes = (found.st_dev, found.st_ino), range(found.st_size, 0, -_PIECE)
+    identity, sizes = identity_of(status), range(status.st_size, 0, -_PIECE)
     pieces = (_read(fd, min(left, _PIECE), identity) for left in sizes)
     return is_whole(next(pieces), pieces)
 
@@ -269,25 +273,15 @@ class Checker:
     def _read(self, path: str, nbytes: int) -> np.ndarray | None:
         """Return the bytes of a plain file of this size, until the thread's next call."""
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        except OSError:
-            return None
-        try:
-            found = os.fstat(fd)
-            if not stat.S_ISREG(found.st_mode) or found.st_size != nbytes or nbytes < 8:
-                return None
-            data = self._room(nbytes)
-            at = 0
-            while at < nbytes:
-                n = os.readv(fd, [data[at : at + (1 << 30)].data])
-                if not n:
+            fd, status = _open(path)
+            try:
+                if status.st_size != nbytes or nbytes < 8:
                     return None
-                at += n
-            return data
-        except OSError:
+                return _fill(self._room(nbytes), fd, identity_of(status))
+            finally:
+                os.close(fd)
+        except (DamagedFile, OSError):
             return None
-        finally:
-            os.close(fd)
 
     def _room(self, nbytes: int) -> np.ndarray:
         if nbytes > _KEPT:

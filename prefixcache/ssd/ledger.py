@@ -207,8 +207,8 @@ class Room:
 
 def free_space(path: Path) -> int:
     """Return the bytes that the disk of `path` has for us."""
-    found = os.statvfs(path)
-    return found.f_bavail * found.f_frsize
+    status = os.statvfs(path)
+    return status.f_bavail * status.f_frsize
 
 
 def is_full(error: BaseException | None) -> bool:

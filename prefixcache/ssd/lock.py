@@ -113,10 +113,10 @@ def _owner(fd: int) -> str:
 def lock_format(directory: Directory) -> int:
     """Return the format that LOCK says the directory is of; 0 when it says none. Writes nothing."""
     try:
-        found = _FORMAT.search(lock_text(directory.lock))
+        match = _FORMAT.search(lock_text(directory.lock))
     except OSError:
         return 0
-    return int(found[1]) if found else 0
+    return int(match[1]) if match else 0
 
 
 def refuse_newer(directory: Directory) -> None:
@@ -129,7 +129,7 @@ def refuse_newer(directory: Directory) -> None:
         raise NewerFormat(repr(str(directory.lock)), said, FORMAT)
     if path.exists() and path.stat().st_size and _knows_index(path):
         return
-    for _, item in islice((found for found in directory.files() if found[0]), _SAMPLE):
+    for _, item in islice((image for image in directory.files() if image[0]), _SAMPLE):
         try:
             read_header(item.path)
         except (DamagedFile, OSError):

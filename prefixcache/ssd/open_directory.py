@@ -123,11 +123,11 @@ class OpenDirectory:
         for number, entry in enumerate(entries):
             if entry.disk == -(-entry.nbytes // block) * block:
                 continue
-            found = os.stat(self.directory.file(entry.address), follow_symlinks=False)
-            if found.st_size != entry.nbytes:
+            status = os.stat(self.directory.file(entry.address), follow_symlinks=False)
+            if status.st_size != entry.nbytes:
                 return False
-            if disk_of(found) != entry.disk:
-                entries[number] = entry._replace(disk=disk_of(found))
+            if disk_of(status) != entry.disk:
+                entries[number] = entry._replace(disk=disk_of(status))
                 wrong.append(number)
         for batch in batched(wrong, self.ledger.rows):
             with self.index.transaction():

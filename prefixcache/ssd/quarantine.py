@@ -84,7 +84,7 @@ class Quarantine:
 
 def quarantined(directory: Directory) -> list[Item]:
     """Return what lies in quarantine/, oldest first. Writes nothing."""
-    found = []
+    items = []
     try:
         names = [name for name in os.listdir(directory.quarantine) if not is_foreign(name)]
     except OSError:
@@ -95,8 +95,8 @@ def quarantined(directory: Directory) -> list[Item]:
             continue
         note = _read_note(target)
         disk = tree_size(target) + (disk_at(_note(target)) if _is_file(_note(target)) else 0)
-        found.append(Item(name, str(note.get("reason", "")), str(note.get("origin", "")), _when(note), disk))
-    return found
+        items.append(Item(name, str(note.get("reason", "")), str(note.get("origin", "")), _when(note), disk))
+    return items
 
 
 def _note(target: str) -> str:

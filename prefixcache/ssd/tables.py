@@ -172,31 +172,44 @@ def _entries(columns: Columns, roots: dict[int, bytes]) -> Iterator[Entry]:
     """Return the entries of a chunk, each a row whose tokens give its key."""
     *fields, packed = columns
     _check(fields, roots)
-    kinds, own, spaces, parents, starts, lengths, *rest = fields
+    kinds, image_keys, spaces, parents, starts, lengths, *rest = fields
     tokens = _unpack(packed, lengths)
     names = [KINDS[kind] for kind in kinds]
     window = KINDS.index("window")
-    for kind, key, parent, raw in zip(kinds, own, parents, tokens, strict=True):
+    for kind, key, parent, raw in zip(kinds, image_keys, parents, tokens, strict=True):
         if kind != window and keys.chain(parent, raw) != key:
             raise IndexBroken("tokens of an image are not those of its key")
-    return map(Entry, names, own, [roots[number] for number in spaces], parents, starts, tokens, *rest)
+    return map(Entry, names, image_keys, [roots[number] for number in spaces], parents, starts, tokens, *rest)
 
 
 def _check(columns: Iterable[tuple[Any, ...]], spaces: Collection[int]) -> None:
-    kinds, own, namespaces, parents, starts, lengths, nbytes, checksums, disk, used, created, hits, extra, used_at = (
-        columns
-    )
+    (
+        kinds,
+        image_keys,
+        namespaces,
+        parents,
+        starts,
+        lengths,
+        nbytes,
+        checksums,
+        disk,
+        used,
+        created,
+        hits,
+        extra,
+        used_at,
+    ) = columns
     numbers = {"start": starts, "nbytes": nbytes, "disk": disk, "used": used, "hits": hits}
     sound = (
         _are(int, kinds, namespaces, lengths, *numbers.values())
-        and _are(bytes, own, parents)
+        and _are(bytes, image_keys, parents)
         and _are(str, checksums, extra)
         and _are(float, created, used_at)
         and min(kinds) >= 0
         and max(kinds) < len(KINDS)
         and min(lengths) >= 0
         and max(lengths) < 1 << 31
-        and {*map(len, own), *map(len, parents)} == {keys.KEY_BYTES}
+        and {*map(len, image_keys), *map(len, parents)} == {keys.KEY_BYTES}
         and set(map(len, checksums)) == {CHECKSUM_DIGITS}
         and all(min(column) >= 0 and max(column) < BOUNDS[name] for name, column in numbers.items())
         and max(used) < BOUNDS["used"] // 2  # ticks go on from the largest
@@ -246,23 +259,23 @@ def _parents_first(entries: Iterable[Entry], roots: Iterable[bytes]) -> list[Ent
     """Put parents first. Rows come by id, because sorting them by `start` and then looking 100 000 tokens up costs twice as
     much. Parents are nearly always written first; a child that comes earlier waits for its parent.
     """
-    seen, early, found = set(roots), dict[bytes, list[Entry]](), list[Entry]()
+    seen, early, ordered = set(roots), dict[bytes, list[Entry]](), list[Entry]()
     for entry in entries:
         if entry.parent not in seen:
             early.setdefault(entry.parent, []).append(entry)
             continue
-        found.append(entry)
+        ordered.append(entry)
         if entry.kind == "rows":
             seen.add(entry.key)
             ready = [entry.key] if entry.key in early else []
             while ready:
                 for child in early.pop(ready.pop(), ()):
-                    found.append(child)
+                    ordered.append(child)
                     if child.kind == "rows":
                         seen.add(child.key)
                         ready.append(child.key)
     without = [entry for waiting in early.values() for entry in waiting]  # their parents are not in the index
-    return found + sorted(without, key=lambda entry: (entry.start, NUMBER[entry.kind]))
+    return ordered + sorted(without, key=lambda entry: (entry.start, NUMBER[entry.kind]))
 
 
 def unpack(tokens: bytes, length: int) -> bytes:

@@ -28,7 +28,7 @@ from prefixcache.layers.taken_over import leading_rows, leading_window
 from prefixcache.layers.write_back import WriteBack
 from prefixcache.store_fetch_remove.jobs import ImageJob
 from prefixcache.store_fetch_remove.window_moves import plan_window
-from prefixcache.tiers.namespace import Namespace
+from prefixcache.tiers.state import Namespace
 
 BATCH = 16  # blocks that are planned, made and published at once
 

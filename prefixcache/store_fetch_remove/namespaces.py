@@ -17,7 +17,7 @@ from prefixcache.codecs.transform.codec import Calibrated, Transform
 from prefixcache.keys import canonical, root_key
 from prefixcache.layers.image_layout import Plan
 from prefixcache.ssd.entries import NamespaceRow
-from prefixcache.tiers.namespace import Namespace
+from prefixcache.tiers.state import Namespace
 from prefixcache.tiers.storage import Storage
 
 log = logging.getLogger("prefixcache")

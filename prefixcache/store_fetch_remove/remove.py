@@ -11,8 +11,8 @@ from prefixcache.blocks.node import Node, Slot
 from prefixcache.image_format import ROWS, SNAPSHOT, WINDOW
 from prefixcache.keys import BLOCK, TOKEN_BYTES, chain
 from prefixcache.tiers.lower_tier import LowerTier
-from prefixcache.tiers.namespace import Namespace
 from prefixcache.tiers.prompt import Prompt
+from prefixcache.tiers.state import Namespace
 from prefixcache.tiers.storage import Storage
 
 

@@ -22,8 +22,8 @@ from prefixcache.image_format import ROWS, SNAPSHOT, WINDOW, Image, Spec
 from prefixcache.keys import BLOCK, TOKEN_BYTES, canonical, chain
 from prefixcache.store_fetch_remove.image_maker import BATCH, Maker
 from prefixcache.store_fetch_remove.jobs import NO_SOURCE, CodeSource, ImageJob
-from prefixcache.tiers.namespace import Namespace
 from prefixcache.tiers.prompt import Prompt
+from prefixcache.tiers.state import Namespace
 from prefixcache.tiers.storage import Storage
 
 

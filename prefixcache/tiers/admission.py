@@ -23,7 +23,7 @@ class LongPrompts:
 
     def __init__(self) -> None:
         self._asked_again: dict[tuple[int, bytes], bool] = {}
-        self._came = self._returned = 0.0
+        self._long = self._returned = 0.0
 
     def __len__(self) -> int:
         return len(self._asked_again)
@@ -31,15 +31,15 @@ class LongPrompts:
     @property
     def often_return(self) -> bool:
         """Tell whether enough of the latest were asked for again."""
-        return self._returned > 0 and self._returned >= self.ENOUGH * self._came
+        return self._returned > 0 and self._returned >= self.ENOUGH * self._long
 
-    def came(self, keys: Sequence[bytes], number: int) -> None:
+    def add(self, keys: Sequence[bytes], number: int) -> None:
         """Note that a long prompt came whose whole blocks have these keys: block `number` names it. One that is known, by
         whichever of its blocks, is not counted again.
         """
         if number >= len(keys) or any(self._of(keys)):
             return
-        self._came, self._returned = self._came * self.DECAY + 1, self._returned * self.DECAY
+        self._long, self._returned = self._long * self.DECAY + 1, self._returned * self.DECAY
         self._asked_again[number, keys[number]] = False
         if len(self._asked_again) > self.REMEMBERED:
             del self._asked_again[next(iter(self._asked_again))]
@@ -91,7 +91,7 @@ class Claim:
         if self._deserves_more is None:
             keys = self._keys()
             self._deserves_more = self._long_prompts.often_return or self._long_prompts.was_asked_again(keys)
-            self._long_prompts.came(keys, len(self._path))
+            self._long_prompts.add(keys, len(self._path))
         return True
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from prefixcache.blocks.lookup import hit_depth, pin_leaves, required_images
 from prefixcache.blocks.node import RAM, Node, Slot, Walk
 from prefixcache.keys import BLOCK, TOKEN_BYTES, as_tokens, chain
-from prefixcache.tiers.namespace import Namespace
+from prefixcache.tiers.state import Namespace
 from prefixcache.tiers.storage import Storage
 
 

@@ -1,17 +1,34 @@
-"""`StorageState`: what the parts of a `Storage` share. They are given it, and never the storage, which owns them."""
+"""`StorageState`: what the parts of a `Storage` share, its namespaces among it. They are given it, and never the storage,
+which owns them.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from prefixcache import image_memory
 from prefixcache.blocks.budget import Budget
 from prefixcache.blocks.graph import Graph
+from prefixcache.blocks.node import Tree
 from prefixcache.metrics.stats import Counters
+from prefixcache.ssd.entries import NamespaceRow
 from prefixcache.tiers.admission import LongPrompts
-from prefixcache.tiers.namespace import Namespace
+
+if TYPE_CHECKING:
+    from prefixcache.layers.image_layout import Plan
+
+
+class Namespace(NamedTuple):
+    """A namespace at work: what the index says of it, where its streams stand in images, and its blocks.
+
+    The tiers ask `plan` which windows a boundary needs, and whether an image fits; what it is needs MLX.
+    """
+
+    row: NamespaceRow
+    plan: Plan
+    tree: Tree
 
 
 class StorageState:

@@ -19,10 +19,9 @@ from prefixcache.memory import collector_at_rest
 from prefixcache.settings import Settings
 from prefixcache.ssd import Address, Cancelled, Entry
 from prefixcache.tiers.lower_tier import LowerTier, LowerTiers, index_costs
-from prefixcache.tiers.namespace import Namespace
 from prefixcache.tiers.ram import GRAPH_SHARE, Ram
 from prefixcache.tiers.spilling import Spilling
-from prefixcache.tiers.state import StorageState
+from prefixcache.tiers.state import Namespace, StorageState
 from prefixcache.tiers.tier import SharedTier, Tier
 
 

@@ -155,19 +155,19 @@ def test_where_long_prompts_come_back_the_next_is_let_in_at_once(ram_alone):
 def test_where_they_stop_coming_back_the_next_ones_are_not():
     long_prompts = LongPrompts()
     for n in range(3):
-        long_prompts.came([b"%d" % n], 0)
+        long_prompts.add([b"%d" % n], 0)
         long_prompts.asked_for([b"%d" % n])
     assert long_prompts.often_return
     for n in range(100, 110):
-        long_prompts.came([b"%d" % n], 0)
+        long_prompts.add([b"%d" % n], 0)
     assert not long_prompts.often_return
 
 
 def test_a_prompt_counts_once_however_often_it_is_stored_or_asked_for():
     long_prompts = LongPrompts()
     for _ in range(5):
-        long_prompts.came([b"a", b"b", b"c"], 1)
-        long_prompts.came([b"a", b"b", b"c", b"d"], 3)  # its next chunk
+        long_prompts.add([b"a", b"b", b"c"], 1)
+        long_prompts.add([b"a", b"b", b"c", b"d"], 3)  # its next chunk
     for _ in range(5):
         long_prompts.asked_for([b"x", b"b"])
     assert len(long_prompts) == 1
@@ -175,5 +175,5 @@ def test_a_prompt_counts_once_however_often_it_is_stored_or_asked_for():
     assert long_prompts.was_asked_again([b"a", b"b"])
     assert not long_prompts.was_asked_again([b"b", b"a"])
     for n in range(1000):
-        long_prompts.came([b"%d" % n], 0)
+        long_prompts.add([b"%d" % n], 0)
     assert len(long_prompts) == LongPrompts.REMEMBERED

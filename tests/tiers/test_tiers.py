@@ -17,9 +17,9 @@ from prefixcache.keys import BLOCK, as_tokens, chain
 from prefixcache.settings import Settings
 from prefixcache.ssd import Corrupt
 from prefixcache.ssd.entries import Entry, NamespaceRow
-from prefixcache.tiers.namespace import Namespace
 from prefixcache.tiers.promotion import promote
 from prefixcache.tiers.prompt import Prompt, take_hit
+from prefixcache.tiers.state import Namespace
 from prefixcache.tiers.storage import Storage
 from prefixcache.tiers.tier import Tier
 
