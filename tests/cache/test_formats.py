@@ -13,9 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from prefixcache import PrefixCache, image_format
+from prefixcache import image_format
 from prefixcache.ssd import DirectoryError, NewerFormat, reconcile, survey, tables
 from prefixcache.ssd.entries import FOLDERS
+from tests.cache.format_directory import CODECS, FIXTURES, KEPT, fill, open_on, prompt
 from tests.models import states
 from tests.ssd.images import fingerprint
 
@@ -23,40 +24,26 @@ FORMAT = image_format.FORMAT
 NEWER = str(FORMAT + 1)
 
 
-def prompt(seed: int, count: int) -> list[int]:
-    return [(seed * 977 + i * 31) % 5000 + 10 for i in range(count)]
-
-
-KEPT = [
-    ("dense", prompt(1, 300), b"", "raw", states.sliceable, states.check),
-    ("dense", prompt(2, 300), b"tenant", "raw", states.sliceable, states.check),
-    ("windowed", prompt(3, 400), b"", "raw", states.windowed, states.check),
-    ("hybrid", prompt(4, 270), b"", "raw", states.hybrid, states.check),
-    ("levelled", prompt(5, 300), b"", "turboquant:4", states.uneven, states.check_uneven),
-]
-
-
-def open_on(root: Path, codec: str = "raw") -> PrefixCache:
-    return PrefixCache(ram="50MB", ssd_dir=root, ssd="50MB", codec=codec)
-
-
-def check_all(root: Path, *, stored: bool = False) -> None:
-    """It serves the prompts; `stored`: they are there already, else they are stored first."""
-    for codec in ("raw", "turboquant:4"):
-        prompts = [row for row in KEPT if row[3] == codec]
-        if not stored:
-            with open_on(root, codec) as cache:
-                for model, tokens, salt, _, make, _ in prompts:
-                    cache.store(tokens, make(tokens), model=model, salt=salt)
+def check_all(root: Path) -> None:
+    """It serves the prompts that it has."""
+    for codec in CODECS:
         with open_on(root, codec) as cache:
-            for model, tokens, salt, _, _, check in prompts:
-                assert cache.promote(tokens, model=model, salt=salt).result(20) == len(tokens)
-                made, rest = cache.fetch(tokens, model=model, salt=salt, leave=0)
+            for kept in (kept for kept in KEPT if kept.codec == codec):
+                assert cache.promote(kept.tokens, **kept.where).result(20) == len(kept.tokens)
+                made, rest = cache.fetch(kept.tokens, leave=0, **kept.where)
                 assert list(rest) == []
-                check(made, tokens)
+                kept.check(made, kept.tokens)
             assert cache.stats().counters.corrupt == 0
             cache._ssd.check_integrity()
     assert reconcile(root, deep=True).clean
+
+
+@pytest.mark.parametrize("number", range(1, FORMAT + 1))
+def test_a_directory_of_each_format_there_was_is_read(tmp_path, number, caplog):
+    root = shutil.copytree(FIXTURES / f"format-{number}", tmp_path / "ssd")
+    check_all(root)
+    assert not list((root / "quarantine").iterdir())
+    assert not caplog.records
 
 
 def version(root: Path) -> int:
@@ -79,11 +66,11 @@ def next_step(monkeypatch):
 
 def test_a_directory_of_an_earlier_schema_is_brought_forward_and_keeps_its_images(tmp_path, request, caplog):
     root = tmp_path / "ssd"
-    check_all(root)
+    fill(root)
     assert version(root) == 1
     request.getfixturevalue("next_step")
     with caplog.at_level("WARNING"):
-        check_all(root, stored=True)
+        check_all(root)
     assert version(root) == 2
     assert not caplog.records
 
@@ -118,6 +105,7 @@ def test_a_step_that_fails_half_way_changes_nothing_and_is_done_at_the_next_open
         with pytest.raises(DirectoryError, match="disk is full: check the disk"):
             open_on(tmp_path / "new")
     assert version(tmp_path / "new") == 0
+    fill(tmp_path / "new")
     check_all(tmp_path / "new")
 
 
@@ -130,6 +118,7 @@ def test_a_process_that_dies_half_way_through_a_step_leaves_what_the_next_brings
         finally:
             os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+    fill(tmp_path / "new")
     check_all(tmp_path / "new")
 
 
