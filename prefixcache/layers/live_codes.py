@@ -17,7 +17,7 @@ from prefixcache.codecs import RowCodec
 from prefixcache.codecs.levels import Levels
 from prefixcache.codecs.pieces import Piece
 from prefixcache.codecs.turboquant.codec import is_latent
-from prefixcache.codecs.turboquant.coding import Choice, LayerLevels, LayerRows
+from prefixcache.codecs.turboquant.coding import Choice, LayerRows, Run
 from prefixcache.layers import levels
 from prefixcache.layers.adapters import PARTS, PLAIN_CACHE, CacheError, Leaf
 from prefixcache.layers.image_layout import Plan
@@ -123,29 +123,25 @@ def choice_of(plan: Plan, leaf: int) -> Choice | None:
 
 def waiting(plain: Any, choice: Choice) -> TurboQuantKVCache:
     """A live cache that holds the rows of a plain one as they are, and measures levels when it has rows enough."""
-    bits = choice.key_bits, choice.value_bits
-    live = _live_class()(*bits, levelling=choice.levelling, sink_tokens=choice.sink_tokens, seed=choice.seed)
-    return live.filled_from(plain)
+    return _live_class()(choice.codec()).filled_from(plain)
 
 
 class CodedLeaf(NamedTuple):
-    """The rows of a leaf, still coded: pieces of its keys and of its values; from which token on which levels of both; and
-    where the codec keeps some, the first keys and values as they are (1, heads, sink_tokens, width)."""
+    """The rows of a leaf, still coded: pieces of its keys and of its values, and their runs of levels; where the codec keeps
+    some, the first keys and values as they are (1, heads, sink_tokens, width)."""
 
     pieces: Sequence[Sequence[Piece]]
-    runs: Sequence[tuple[int, Levels | None, Levels | None]]
+    runs: Sequence[Run]
     sinks: Sequence[mx.array]
 
 
 def live(plan: Plan, leaf: int, choice: Choice, coded: CodedLeaf, rows: int, capacity: int) -> TurboQuantKVCache:
     """A live cache of `rows` rows that takes these codes as they are, evaluated."""
     (_, _, heads, key_width, dtype, _), (_, _, _, value_width, _, _) = plan.leaves[leaf]["streams"]
-    runs = [(first, LayerLevels(keys, values)) for first, keys, values in coded.runs]
-    codes, scales = _buffers(coded.pieces, row_codecs_of(plan, leaf), heads, capacity)
+    codes = _buffers(coded.pieces, row_codecs_of(plan, leaf), heads, capacity)
     sinks = (coded.sinks[0], coded.sinks[1]) if coded.sinks else None
-    return _live_class().from_codes(
-        choice, LayerRows(heads, key_width, value_width, dtype), runs, codes, scales, rows, sinks
-    )
+    kind = LayerRows(heads, key_width, value_width, dtype)
+    return _live_class().from_codes(choice, kind, coded.runs, codes, rows, sinks)
 
 
 def _buffers(

@@ -7,9 +7,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from prefixcache.codecs.levels import Levels
 from prefixcache.codecs.pieces import Piece, decode
-from prefixcache.codecs.turboquant.coding import Choice
+from prefixcache.codecs.turboquant.coding import Choice, LayerLevels, Run
 from prefixcache.image_format import Image
 from prefixcache.layers import levels, live_codes
 from prefixcache.layers.adapters import PARTS, Layout, adapter_of, blank
@@ -98,17 +97,15 @@ class Restorer:
             live.update_and_fetch(*tail)
         return live
 
-    def _levelled(self, leaf: int, runs: list[RowRun]) -> list[tuple[int, Levels | None, Levels | None]]:
+    def _levelled(self, leaf: int, runs: list[RowRun]) -> list[Run]:
         """From which token on rows are coded with which levels of keys and values."""
-        levelled: list[tuple[int, Levels | None, Levels | None]] = []
+        levelled: list[Run] = []
         for run in runs:
             if run.coded:
-                both = []
-                for part in PARTS:
-                    g, member = self._plan.places[leaf][part]
-                    both.append(levels.read(self._plan.rows.groups[g], run.tensors, member))
-                if not levelled or not all(map(live_codes.same, levelled[-1][1:], both)):
-                    levelled.append((run.at, both[0], both[1]))
+                places = (self._plan.places[leaf][part] for part in PARTS)
+                both = LayerLevels(*(levels.read(self._plan.rows.groups[g], run.tensors, of) for g, of in places))
+                if not levelled or not all(map(live_codes.same, levelled[-1].levels, both)):
+                    levelled.append(Run(run.at, both))
         return levelled
 
     def _capacity(self, leaf: int) -> int:

@@ -95,16 +95,15 @@ class CodedLayer:
 
     @classmethod
     def of_codes(
-        cls, choice: Choice, attend: str, kind: LayerRows, runs: Sequence[Run], codes: Two, rows: int, sinks: Two | None
+        cls, choice: Choice, kind: LayerRows, runs: Sequence[Run], codes: Two, rows: int, sinks: Two | None
     ) -> CodedLayer:
-        """Codes and scales that are there already, `rows` in use, of equally long sequences with the same levels."""
+        """Take codes and scales that are there already, `rows` in use, of equally long sequences with the same levels."""
         batch = codes[0].shape[0]
-        made = cls.empty(choice, attend, pads=[0] * batch)
-        made.alignment, made.kind, made.waiting = made.alignment.grown(rows), kind, None
-        made.codes, made.sinks = CodeBuffer(codes), FirstRows(choice.sink_tokens, sinks)
-        made.recent, made.runs = RecentRows(choice.recent_tokens, (rows,) * batch), (tuple(runs),) * batch
-        made.decode_all()
-        return made
+        layer = cls.empty(choice, "codes", pads=[0] * batch)
+        layer.alignment, layer.kind, layer.waiting = layer.alignment.grown(rows), kind, None
+        layer.codes, layer.sinks = CodeBuffer(codes), FirstRows(choice.sink_tokens, sinks)
+        layer.recent, layer.runs = RecentRows(choice.recent_tokens, (rows,) * batch), (tuple(runs),) * batch
+        return layer
 
     def copy(self) -> CodedLayer:
         """The same rows. What becomes of one of the two never shows in the other."""

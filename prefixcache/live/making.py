@@ -198,17 +198,13 @@ class _Making:
         keys, values = self._row_codecs(layer, rows)
         if not isinstance(keys, TurboQuantRows) or not isinstance(values, TurboQuantRows):
             return f"the codec leaves {rows} as they are"
-        chosen = {
-            "levelling": keys.levelled,
-            "sink_tokens": self._codec.sink_tokens,
-            "seed": keys.seed,
-            "recent_tokens": self._recent,
-            "attend": self._attend,
-            "levels": self._levels,
-        }
+        codec = TurboQuant(keys.bits, values.bits, keys.levelled, sink_tokens=self._codec.sink_tokens, seed=keys.seed)
 
         def coded(cache: KVCache, number: int) -> TurboQuantKVCache:
-            return TurboQuantKVCache(keys.bits, values.bits, **chosen, layer=number).filled_from(cache)
+            live = TurboQuantKVCache(
+                codec, recent_tokens=self._recent, attend=self._attend, levels=self._levels, layer=number
+            )
+            return live.filled_from(cache)
 
         return coded
 

@@ -11,7 +11,8 @@ import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import KVCache, create_attention_mask
 
-from prefixcache.codecs.turboquant.coding import RECENT, Choice, LayerLevels, LayerRows, Run
+from prefixcache.codecs.turboquant.codec import TurboQuant
+from prefixcache.codecs.turboquant.coding import RECENT, Choice, LayerRows, Run
 from prefixcache.live import batching
 from prefixcache.live.layer import NO_ROWS, CodedLayer
 from prefixcache.live.levels import SharedLevels
@@ -33,22 +34,20 @@ class TurboQuantKVCache(LiveCache):
     With `levelling` rows wait as they are until 256 are there, then channels are measured and all are coded. Beside their
     codes the first `sink_tokens` and the last `recent_tokens` rows are kept as they are, and attention reads those.
     `levels`, shared by caches of one model and one tenant, saves measuring again; `layer` is the number there.
+
+    Of the codec (None: `TurboQuant()`) bits, levelling, sinks and seed count; what it says of a model's layers doesn't.
     """
 
     def __init__(
         self,
-        key_bits: int = 4,
-        value_bits: int = 4,
+        codec: TurboQuant | None = None,
         *,
-        levelling: bool = True,
-        sink_tokens: int = 4,
-        seed: int = 0,
         recent_tokens: int = RECENT,
         attend: Literal["codes", "buffer"] = "codes",
         levels: SharedLevels | None = None,
         layer: int = 0,
     ):
-        choice = Choice(key_bits, value_bits, levelling, sink_tokens, seed, recent_tokens).check()
+        choice = Choice.of_codec(codec or TurboQuant(), recent_tokens)
         self._layer = CodedLayer.empty(choice, attend, levels, layer)
         hook_for(self._layer)
 
@@ -120,23 +119,20 @@ class TurboQuantKVCache(LiveCache):
         cls,
         choice: Choice,
         kind: LayerRows,
-        runs: Sequence[tuple[int, LayerLevels]],
-        codes: mx.array,
-        scales: mx.array,
+        runs: Sequence[Run],
+        codes: tuple[mx.array, mx.array],
         rows: int,
         sinks: tuple[mx.array, mx.array] | None = None,
-        attend: Literal["codes", "buffer"] = "codes",
     ) -> TurboQuantKVCache:
-        """Codes that are there already: uint32 (B, heads, T, words of a key, then of its value) and scales uint16
-        (B, heads, T, 2), `rows` in use; `runs`: from which token on which levels.
+        """Take codes that are there already: uint32 (B, heads, T, words of a key, then of its value) and scales uint16
+        (B, heads, T, 2), `rows` in use. Attention reads them.
 
         `sinks`: keys and values (B, heads, choice.sink_tokens, width) as they are, where the choice keeps some.
         """
-        made = cls.__new__(cls)
-        levels = [Run(first, of_run) for first, of_run in runs]
-        made._layer = CodedLayer.of_codes(choice, attend, kind, levels, (codes, scales), rows, sinks)
-        hook_for(made._layer)
-        return made
+        cache = cls.__new__(cls)
+        cache._layer = CodedLayer.of_codes(choice, kind, runs, codes, rows, sinks)
+        hook_for(cache._layer)
+        return cache
 
     def __repr__(self) -> str:
         return f"TurboQuantKVCache({self._layer.choice}, {self._layer.rows} tokens, attend={self.attends!r})"

@@ -82,7 +82,7 @@ def by_codes_alone(layer: Any) -> Any:
     coded, kind = layer._layer, layer.kind
     assert kind is not None
     return TurboQuantKVCache.from_codes(
-        coded.choice, kind, coded.runs[0], *coded.codes.arrays, coded.rows, coded.sinks.arrays
+        coded.choice, kind, coded.runs[0], coded.codes.arrays, coded.rows, coded.sinks.arrays
     )
 
 
@@ -199,7 +199,9 @@ class LiveMachine(LevelledMachine):
     @staticmethod
     def live(tokens: list[int]) -> list[Any]:
         plain = states.uneven(tokens)
-        return [TurboQuantKVCache(8, 8, sink_tokens=3, layer=i).filled_from(own) for i, own in enumerate(plain)]
+        return [
+            TurboQuantKVCache(TurboQuant(8, 8, sink_tokens=3), layer=i).filled_from(own) for i, own in enumerate(plain)
+        ]
 
     @staticmethod
     def plain(made: list[Any]) -> list[Any]:

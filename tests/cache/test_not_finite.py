@@ -24,7 +24,7 @@ KINDS = {
     "ring": lambda: RotatingKVCache(300),
     "long ring": lambda: RotatingKVCache(2000, 4),
     "chunks": lambda: ChunkedKVCache(512),
-    "codes": lambda: TurboQuantKVCache(4, 4),
+    "codes": TurboQuantKVCache,
     "quantized": lambda: QuantizedKVCache(32),
 }
 

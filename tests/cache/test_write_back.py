@@ -257,7 +257,7 @@ def test_recurrent_state_beside_rows_is_not_touched() -> None:
 
 def test_live_caches_of_codes_are_left_alone() -> None:
     tokens, rows = list(range(700)), some_rows(700)
-    live = [TurboQuantKVCache(4, 4), KVCache()]
+    live = [TurboQuantKVCache(), KVCache()]
     extend(live, rows, 0, 700)
     codes, sinks, recent = (
         np.array(part.arrays[0]) for part in (live[0]._layer.codes, live[0]._layer.sinks, live[0]._layer.recent)

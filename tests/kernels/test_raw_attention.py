@@ -7,7 +7,7 @@ import host_gpu
 import mlx.core as mx
 import pytest
 
-from prefixcache.codecs import raw_attention_gpu
+from prefixcache.codecs import TurboQuant, raw_attention_gpu
 from prefixcache.codecs.turboquant import gpu_rows as turboquant_gpu
 from prefixcache.codecs.turboquant.format import AttentionCall, AttentionPart
 from prefixcache.kernels import raw_attention
@@ -25,7 +25,7 @@ def place(request, run_at):
 def batch_of(lengths, width, dtype, sinks, recent, cut=0):
     singles = []
     for n in lengths:
-        cache = TurboQuantKVCache(levelling=False, sink_tokens=sinks, recent_tokens=recent)
+        cache = TurboQuantKVCache(TurboQuant(levelling=False, sink_tokens=sinks), recent_tokens=recent)
         if n:
             cache.update_and_fetch(*(mx.random.normal((1, 2, n, width)).astype(dtype) for _ in range(2)))
             cache.trim(min(cut, n))

@@ -31,11 +31,7 @@ CODEC = TurboQuant(4, 3)
 
 def coded(plain: list[Any], codec: TurboQuant = CODEC, levels: SharedLevels | None = None) -> list[TurboQuantKVCache]:
     """Plain layers as live compressed ones, made with a codec."""
-    chosen = {"levelling": codec.levelling, "sink_tokens": codec.sink_tokens, "seed": codec.seed, "levels": levels}
-    return [
-        TurboQuantKVCache(codec.key_bits, codec.value_bits, **chosen, layer=i).filled_from(layer)
-        for i, layer in enumerate(plain)
-    ]
+    return [TurboQuantKVCache(codec, levels=levels, layer=i).filled_from(layer) for i, layer in enumerate(plain)]
 
 
 def cut(plain: list[Any], first: int, last: int) -> list[tuple[mx.array, mx.array]]:
@@ -283,7 +279,7 @@ def images_by_block(cache: PrefixCache) -> dict[bytes, bytes]:
 def test_a_live_cache_that_grows_is_stored_and_fetched_without_coding_twice(data: st.DataObject) -> None:
     """Whatever it starts from: nothing, a hit on its own blocks, or on those of plain caches."""
     plain = skewed(2200)
-    at, live = 0, [TurboQuantKVCache(4, 3), TurboQuantKVCache(4, 3)]
+    at, live = 0, [TurboQuantKVCache(CODEC), TurboQuantKVCache(CODEC)]
     with PrefixCache(ram="50MB", codec=CODEC) as cache:
         if data.draw(st.booleans(), label="plain first"):
             at = data.draw(st.sampled_from([100, 256, 300, 512, 900]), label="plain tokens")
@@ -480,10 +476,8 @@ def _coded_only(layer: TurboQuantKVCache) -> Any:
     """What a live cache holds, without the last rows that it keeps as they are."""
     coded, kind = layer._layer, layer.kind
     assert kind is not None
-    codes = coded.codes.arrays
-    return TurboQuantKVCache.from_codes(
-        coded.choice, kind, coded.runs[0], *codes, coded.rows, coded.sinks.arrays
-    )._layer
+    codes, sinks = coded.codes.arrays, coded.sinks.arrays
+    return TurboQuantKVCache.from_codes(coded.choice, kind, coded.runs[0], codes, coded.rows, sinks)._layer
 
 
 def test_what_one_tenant_s_hit_gave_is_stored_as_it_is_for_another_one() -> None:
@@ -581,7 +575,7 @@ def test_latents_come_back_plain_whatever_codes_them() -> None:
 
 
 def test_several_sequences_in_one_cache_are_refused(cache: PrefixCache) -> None:
-    several = TurboQuantKVCache(4, 3)
+    several = TurboQuantKVCache(CODEC)
     several.update_and_fetch(mx.zeros((3, 2, 5, 64)), mx.zeros((3, 2, 5, 64)))
     with pytest.raises(CacheError, match=r"layer 0 \(TurboQuantKVCache\): a batch of 3 sequences"):
         cache.store(LONG, [several], model="m")
@@ -605,7 +599,7 @@ def test_levels_that_are_none_are_refused(cache: PrefixCache) -> None:
 
 
 def test_unused_and_waiting_live_caches_are_read_as_plain_ones(cache: PrefixCache) -> None:
-    assert cache.store(LONG, [TurboQuantKVCache(2, 2), TurboQuantKVCache(2, 2)], model="m").tokens == 0
+    assert cache.store(LONG, [TurboQuantKVCache(TurboQuant(2, 2)) for _ in range(2)], model="m").tokens == 0
     plain = skewed(100)
     waiting = coded(plain, TurboQuant(8, 8))  # not coded yet: any codec may have them
     cache.store(LONG[:100], waiting, model="m")

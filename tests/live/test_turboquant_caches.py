@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.models.cache import BatchKVCache, KVCache
 
+from prefixcache.codecs import TurboQuant
 from prefixcache.codecs.turboquant import live as turboquant_live
 from prefixcache.codecs.turboquant.format import AttentionCall
 from prefixcache.live import BatchTurboQuantKVCache, SharedLevels, TurboQuantKVCache, attention
@@ -20,6 +21,10 @@ from tests.live.generating import alone, check_logprobs, drive, feed
 from tests.models.families import FAMILIES
 
 HEADS, WIDTH = 2, 64
+
+
+def cache_of(*bits, levelling=True, sink_tokens=4, seed=0, **kept):
+    return TurboQuantKVCache(TurboQuant(*bits, levelling=levelling, sink_tokens=sink_tokens, seed=seed), **kept)
 
 
 def rows(n, batch=1, heads=HEADS, width=WIDTH, dtype=mx.float16, loud=1.0):
@@ -77,7 +82,7 @@ def _seeded():
 def test_attention_is_that_of_the_dequantized_cache_at_every_length_and_after_every_cut(
     attend, sinks, recent, levelling
 ):
-    cache = TurboQuantKVCache(4, 3, levelling=levelling, sink_tokens=sinks, recent_tokens=recent, attend=attend)
+    cache = cache_of(4, 3, levelling=levelling, sink_tokens=sinks, recent_tokens=recent, attend=attend)
     for n in (100, 200, 1, 1, 300, 5, -30, 1, 40, -200, 3, 1, -400, 2):
         if n < 0:
             assert cache.trim(-n) == -n
@@ -97,7 +102,7 @@ def test_attention_is_that_of_the_dequantized_cache_under_every_mask(data):
         "sink_tokens": data.draw(st.sampled_from([0, 4])),
         "recent_tokens": data.draw(st.sampled_from([0, 8, 128])),
     }
-    cache = TurboQuantKVCache(*bits, levelling=data.draw(st.booleans()), **choice)
+    cache = cache_of(*bits, levelling=data.draw(st.booleans()), **choice)
     if total > length:
         added(cache, total - length, batch)
     queries, keys, values = added(cache, length, batch)
@@ -121,7 +126,7 @@ def test_attention_is_that_of_the_dequantized_cache_under_every_mask(data):
 
 
 def test_peaked_logits_are_as_near():
-    cache = TurboQuantKVCache(levelling=False, recent_tokens=0)
+    cache = cache_of(levelling=False, recent_tokens=0)
     cache.update_and_fetch(rows(400, dtype=mx.float32, loud=4), rows(400, dtype=mx.float32))
     queries = mx.random.normal((1, 4, 3, WIDTH)) * 3
     out = cache.attend_to_codes(queries, *cache.keys_and_values(), scale=0.125, mask=None)
@@ -160,7 +165,7 @@ def test_no_decoded_copy_of_the_past_is_ever_held_or_made(monkeypatch):
 
 
 def test_what_is_kept_as_it_is_keeps_nothing_else_alive():
-    cache = TurboQuantKVCache(levelling=False, sink_tokens=4, recent_tokens=16)
+    cache = cache_of(levelling=False, sink_tokens=4, recent_tokens=16)
     added(cache, 500)
     mx.eval(cache.state)
     for array in (*cache._layer.sinks.arrays, *cache._layer.recent.arrays):
@@ -190,7 +195,7 @@ def test_a_decoded_buffer_is_counted():
 @pytest.mark.parametrize("n", [30, 600])
 @pytest.mark.parametrize("copied", [TurboQuantKVCache.copy, copy.copy, copy.deepcopy])
 def test_changing_a_copy_never_shows_in_the_other(attend, n, copied):
-    cache = TurboQuantKVCache(sink_tokens=2, attend=attend)
+    cache = cache_of(sink_tokens=2, attend=attend)
     added(cache, n)
     before = [np.array(x) for x in meant(cache)]
     other = copied(cache)
@@ -207,7 +212,7 @@ def test_changing_a_copy_never_shows_in_the_other(attend, n, copied):
 @pytest.mark.parametrize("attend", ["codes", "buffer"])
 def test_a_state_is_the_whole_cache_its_codec_included(n, attend, tmp_path):
     """A restored cache without its codec was a bug elsewhere."""
-    cache = TurboQuantKVCache(3, 4, sink_tokens=3, seed=5, attend=attend)
+    cache = cache_of(3, 4, sink_tokens=3, seed=5, attend=attend)
     if n:
         added(cache, n)
     mx.save_safetensors(str(tmp_path / "state.safetensors"), {str(i): array for i, array in enumerate(cache.state)})
@@ -286,9 +291,9 @@ def test_bad_input_is_named_and_changes_nothing(change, said):
 
 def test_bad_settings_are_named():
     for made, said in (
-        (lambda: TurboQuantKVCache(5), "key_bits=5"),
+        (lambda: cache_of(5), "key_bits=5"),
         (lambda: TurboQuantKVCache(recent_tokens=-1), "recent_tokens=-1"),
-        (lambda: TurboQuantKVCache(sink_tokens=1000), "sink_tokens=1000"),
+        (lambda: cache_of(sink_tokens=1000), "sink_tokens=1000"),
         (lambda: TurboQuantKVCache(attend="fp16"), "attend='fp16'"),
     ):
         with pytest.raises(ValueError, match=said):
@@ -306,7 +311,7 @@ def test_a_cache_cut_to_nothing_is_an_empty_one():
         cache.trim(300)
         assert cache.dequantize().keys.shape[2] == 0 or cache.dequantize().offset == 0
         assert TurboQuantKVCache.from_state(cache.state).offset == 0
-        empty = TurboQuantKVCache(attend=attend, levelling=False)
+        empty = cache_of(levelling=False, attend=attend)
         empty.update_and_fetch(rows(0), rows(0))
         assert empty.offset == 0
         for own in (cache, empty):
@@ -342,7 +347,7 @@ def test_levels_of_another_model_are_named_and_nothing_is_lost():
 
 
 def test_a_state_whose_arrays_do_not_fit_is_refused():
-    cache = TurboQuantKVCache(sink_tokens=2)
+    cache = cache_of(sink_tokens=2)
     added(cache, 300)
     good = cache.state
     for bad in (
@@ -358,7 +363,7 @@ def test_a_state_whose_arrays_do_not_fit_is_refused():
 @pytest.mark.parametrize("attend", ["codes", "buffer"])
 def test_a_row_that_comes_after_a_cut_below_the_sinks_is_a_sink_again(attend):
     """Steps have a short way, which doesn't look for sinks."""
-    cache = TurboQuantKVCache(levelling=False, sink_tokens=4, recent_tokens=0, attend=attend)
+    cache = cache_of(levelling=False, sink_tokens=4, recent_tokens=0, attend=attend)
     added(cache, 300)
     added(cache, 1)
     cache.trim(300)
@@ -373,7 +378,7 @@ def test_a_row_that_comes_after_a_cut_below_the_sinks_is_a_sink_again(attend):
 def singles(lengths, **choice):
     made = []
     for n in lengths:
-        cache = TurboQuantKVCache(levelling=False, **choice)
+        cache = cache_of(levelling=False, **choice)
         if n:
             added(cache, n)
         made.append(cache)
@@ -414,7 +419,7 @@ class Driven:
     def fresh(self):
         made = []
         for _ in range(self.rng.randint(1, 3)):
-            cache = TurboQuantKVCache(**self.choice)
+            cache = cache_of(**self.choice)
             for _ in range(self.rng.randint(0, 2)):
                 added(cache, self.rng.choice([1, 3, 20, 200]))
             made.append(cache)
@@ -538,9 +543,9 @@ def test_a_batchs_state_is_the_whole_batch():
 @pytest.mark.parametrize(
     ("other", "said"),
     [
-        (lambda: TurboQuantKVCache(3, levelling=False), "key_bits 4 and key_bits 3"),
-        (lambda: TurboQuantKVCache(levelling=False, sink_tokens=2), "sink_tokens 4 and sink_tokens 2"),
-        (lambda: TurboQuantKVCache(levelling=False, attend="buffer"), "attend codes and attend buffer"),
+        (lambda: cache_of(3, levelling=False), "key_bits 4 and key_bits 3"),
+        (lambda: cache_of(levelling=False, sink_tokens=2), "sink_tokens 4 and sink_tokens 2"),
+        (lambda: cache_of(levelling=False, attend="buffer"), "attend codes and attend buffer"),
     ],
 )
 def test_caches_that_are_not_alike_can_not_be_in_one_batch(other, said):
@@ -551,9 +556,9 @@ def test_caches_that_are_not_alike_can_not_be_in_one_batch(other, said):
 
 
 def test_rows_that_are_not_alike_can_not_be_in_one_batch():
-    wide = TurboQuantKVCache(levelling=False)
+    wide = cache_of(levelling=False)
     wide.update_and_fetch(rows(3, width=96), rows(3, width=96))
-    bf16 = TurboQuantKVCache(levelling=False)
+    bf16 = cache_of(levelling=False)
     added(bf16, 3, dtype=mx.bfloat16)
     for other, said in ((wide, "key_width 64 and key_width 96"), (bf16, "dtype float16 and dtype bfloat16")):
         with pytest.raises(ValueError, match=said):
@@ -576,7 +581,7 @@ def test_rows_that_are_not_alike_can_not_be_in_one_batch():
 def test_a_batch_of_none_stands_for_none():
     whole = TurboQuantKVCache.merge(singles((300, 20)))
     for empty in (
-        BatchTurboQuantKVCache([], TurboQuantKVCache(levelling=False)),
+        BatchTurboQuantKVCache([], cache_of(levelling=False)),
         TurboQuantKVCache.merge(singles((300,))),
     ):
         empty.filter([])
@@ -615,7 +620,7 @@ def test_requests_that_join_finish_and_are_cancelled_get_what_they_would_get_alo
     shared = SharedLevels()
 
     def make():
-        return [TurboQuantKVCache(levelling=levelled, recent_tokens=16, levels=shared, layer=i) for i in range(4)]
+        return [cache_of(levelling=levelled, recent_tokens=16, levels=shared, layer=i) for i in range(4)]
 
     if levelled:  # known before the first comes: alone or together, all are coded alike
         feed(model, make(), [n * 7 % 128 for n in range(300)])

@@ -17,6 +17,7 @@ from mlx.utils import tree_map
 from mlx_lm.models import llama
 from mlx_lm.models.cache import KVCache
 
+from prefixcache.codecs import TurboQuant
 from prefixcache.codecs.interchange import on_cpu
 from prefixcache.live import TurboQuantKVCache, convert_prompt_cache
 from tools.bench import report
@@ -135,8 +136,8 @@ def correct(scale: str) -> Iterator[Figure]:
         (n, batch, mask) for n in (1, 4, 16, 300) for batch in (1, 3) for mask in (None, "causal", "bool", "additive")
     ]
     for count, batch, kind in cases:
-        for chosen in ({}, {"sink_tokens": 4, "recent_tokens": 16}, {"recent_tokens": 0, "levelling": False}):
-            cache = TurboQuantKVCache(4, 3, **chosen)
+        for codec, kept in (({}, {}), ({}, {"recent_tokens": 16}), ({"levelling": False}, {"recent_tokens": 0})):
+            cache = TurboQuantKVCache(TurboQuant(4, 3, **codec), **kept)
             rows = lambda n: mx.random.normal((batch, 2, n, 128)).astype(mx.float16)  # noqa: E731, B023
             cache.update_and_fetch(rows(700), rows(700))
             fetched = cache.update_and_fetch(rows(count), rows(count))

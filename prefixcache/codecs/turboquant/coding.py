@@ -56,6 +56,12 @@ class Choice(NamedTuple):
     recent_tokens: int = RECENT
 
     @classmethod
+    def of_codec(cls, codec: TurboQuant, recent_tokens: int) -> Choice:
+        """Return what a codec says of any layer. ValueError for another number of recent tokens than can be kept."""
+        chosen = codec.key_bits, codec.value_bits, codec.levelling, codec.sink_tokens, codec.seed
+        return cls(*chosen, recent_tokens).check()
+
+    @classmethod
     def of(cls, keys: RowCodec, values: RowCodec, sink_tokens: int) -> Choice | None:
         """Return the choice that gives the codes of these row codecs; None where one of them is not TurboQuant's."""
         if not isinstance(keys, TurboQuantRows) or not isinstance(values, TurboQuantRows):
@@ -72,16 +78,17 @@ class Choice(NamedTuple):
 
     def check(self) -> Choice:
         """ValueError for bits and numbers that TurboQuant doesn't take."""
-        self._codec()
+        self.codec()
         if type(self.recent_tokens) is not int or not 0 <= self.recent_tokens <= MOST_RECENT:
             raise ValueError(f"recent_tokens={self.recent_tokens!r}: give a number of tokens, 0 to {MOST_RECENT}")
         return self
 
-    def _codec(self) -> TurboQuant:
+    def codec(self) -> TurboQuant:
+        """Return a codec that gives these codes."""
         return TurboQuant(self.key_bits, self.value_bits, self.levelling, sink_tokens=self.sink_tokens, seed=self.seed)
 
     def __str__(self) -> str:
-        return str(self._codec())
+        return str(self.codec())
 
 
 class LayerLevels(NamedTuple):
