@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         QuantizedKVCache,
         SharedLevels,
         TurboQuantKVCache,
+        convert_in_place,
         convert_prompt_cache,
         make_prompt_cache,
     )
@@ -56,6 +57,7 @@ __all__ = [
     "TurboQuantKVCache",
     "allow",
     "chunks",
+    "convert_in_place",
     "convert_prompt_cache",
     "make_prompt_cache",
     "model_identity",

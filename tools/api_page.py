@@ -57,6 +57,7 @@ PAGE = (
         (
             "make_prompt_cache",
             "convert_prompt_cache",
+            "convert_in_place",
             "LivePromptCache",
             "SharedLevels",
             "TurboQuantKVCache",

@@ -7,8 +7,8 @@ where quality 4 errs as 4 bits of TurboQuant do, until somebody who has the mode
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from prefixcache.calibration.statistics import GroupStatistics, Statistics
 from prefixcache.codecs.base import Decoding, Encoding
 from prefixcache.codecs.interchange import Array
 from prefixcache.codecs.transform import basis as bases
-from prefixcache.codecs.transform.basis import QUALITIES, LayerGroup, Measured, finer
+from prefixcache.codecs.transform.basis import QUALITIES, BasisOrigin, LayerGroup, Measured, finer
 from prefixcache.codecs.transform.layer import Layer
 from prefixcache.codecs.transform.tables import (
     COST,
@@ -53,10 +53,10 @@ class Designed(NamedTuple):
 
     groups: list[LayerGroup]
     tables: Tables
-    fields: Mapping[str, Any]
+    origin: BasisOrigin
 
     def data(self, measured: Measured | None = None) -> bytes:
-        return bases.made(groups=self.groups, tables=self.tables, measured=measured, **self.fields)
+        return bases.basis_bytes(self.groups, self.tables, self.origin, measured)
 
 
 class Design:
@@ -66,13 +66,13 @@ class Design:
         drafts = [_draft(group, statistics) for group in statistics.groups]
         step = _first_step(drafts)
         self._drafts = [draft.scaled(1 / step) for draft in drafts]
-        self._fields = {"model": model, "sinks": sinks, "metric": statistics.metric, "texts": texts}
+        self._origin = BasisOrigin(model, sinks, statistics.metric, texts)
 
     def at(self, quality: float) -> Designed:
         """The basis whose quality 4 has the step of `quality` by the first guess."""
         drafts = [draft.scaled(finer(quality)) for draft in self._drafts]
         tables = fit((draft.values(), class_of(draft.spreads)) for draft in drafts)
-        return Designed([draft.group(tables) for draft in drafts], tables, self._fields)
+        return Designed([draft.group(tables) for draft in drafts], tables, self._origin)
 
 
 class _GroupDraft(NamedTuple):

@@ -8,7 +8,7 @@ mlx-lm, and enters the classes there by name, so that its `load_prompt_cache` fi
 from mlx_lm.models import cache as _mlx_caches
 
 from prefixcache.live.levels import SharedLevels
-from prefixcache.live.making import LivePromptCache, convert_prompt_cache, make_prompt_cache
+from prefixcache.live.making import LivePromptCache, convert_in_place, convert_prompt_cache, make_prompt_cache
 from prefixcache.live.quantized import BatchQuantizedKVCache, QuantizedKVCache
 from prefixcache.live.turboquant import BatchTurboQuantKVCache, TurboQuantKVCache
 
@@ -19,6 +19,7 @@ __all__ = [
     "QuantizedKVCache",
     "SharedLevels",
     "TurboQuantKVCache",
+    "convert_in_place",
     "convert_prompt_cache",
     "make_prompt_cache",
 ]

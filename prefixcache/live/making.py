@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import mlx.core as mx
 from mlx_lm.models import cache as mlx_caches
@@ -73,28 +73,42 @@ def convert_prompt_cache(
     attend: Literal["codes", "buffer"] = "codes",
     recent_tokens: int = RECENT,
     levels: SharedLevels | None = None,
-    in_place: bool = False,
 ) -> LivePromptCache:
-    """A prompt cache after its prefill, with codes in its plain layers: which ones, see `make_prompt_cache`.
+    """Return a prompt cache after its prefill, with codes in its plain layers: which ones, see `make_prompt_cache`.
 
     Never convert in the middle of a prefill: what comes after would be computed from codes in some layers and not in
-    others. `prompt_cache` stays as it is; with `in_place` its layers are replaced one by one, so that no more than one is
-    there twice. With `model` it is checked that the cache's layers are those of the model, and that it can attend to
-    codes; without, a model that can't raises TypeError when it runs.
+    others. `prompt_cache` stays as it is. With `model` it is checked that the cache's layers are those of the model, and
+    that it can attend to codes; without, a model that can't raises TypeError when it runs.
 
     ValueError where no layer qualifies (one that is coded already does), or the layers aren't the model's.
     """
-    codec = _checked(codec)
+    making = _Making(_checked(codec), _layers_of(prompt_cache, model, attend), attend, recent_tokens, levels)
+    return making.all(prompt_cache, None)
+
+
+def convert_in_place(
+    prompt_cache: list[Any],
+    codec: Codec | str | Mapping[str, Any] | None = None,
+    *,
+    model: Any = None,
+    attend: Literal["codes", "buffer"] = "codes",
+    recent_tokens: int = RECENT,
+    levels: SharedLevels | None = None,
+) -> LivePromptCache:
+    """`convert_prompt_cache`, but replace the layers of `prompt_cache` one by one: no more than one is there twice."""
+    making = _Making(_checked(codec), _layers_of(prompt_cache, model, attend), attend, recent_tokens, levels)
+    return making.all(prompt_cache, None, into=prompt_cache)
+
+
+def _layers_of(prompt_cache: Sequence[Any], model: Any, attend: str) -> int:
+    """Return how many layers a prompt cache has. ValueError where it is none, or not one of the model."""
     if not isinstance(prompt_cache, (list, tuple)) or not prompt_cache:
         raise ValueError(f"prompt cache of type {type(prompt_cache).__name__}: pass the list of layer caches")
-    if in_place and not isinstance(prompt_cache, list):
-        raise ValueError("in_place: a list can be changed in place, a tuple can't")
     if model is not None:
         if attend == "codes":
             families.check(model)
         check_layers(prompt_cache, model)
-    making = _Making(codec, len(prompt_cache), attend, recent_tokens, levels)
-    return making.all(prompt_cache, None, into=cast(list[Any], prompt_cache) if in_place else None)
+    return len(prompt_cache)
 
 
 def check_layers(prompt_cache: Sequence[Any], model: Any) -> None:

@@ -7,7 +7,14 @@ from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
 from mlx_lm.models.cache import make_prompt_cache as make_plain
 
 import prefixcache
-from prefixcache import QuantizedKVCache, TurboQuant, TurboQuantKVCache, convert_prompt_cache, make_prompt_cache
+from prefixcache import (
+    QuantizedKVCache,
+    TurboQuant,
+    TurboQuantKVCache,
+    convert_in_place,
+    convert_prompt_cache,
+    make_prompt_cache,
+)
 from prefixcache.live import SharedLevels
 from prefixcache.upstream import hook_attention, unhook_attention
 from tests.models.families import FAMILIES
@@ -78,13 +85,11 @@ def test_what_was_converted_stays_as_it_was():
 
 def test_in_place_replaces_layers_one_by_one():
     plain = prefilled(built("llama"))
-    made = convert_prompt_cache(plain, "turboquant:4", in_place=True)
+    made = convert_in_place(plain, "turboquant:4")
     assert all(a is b for a, b in zip(plain, made, strict=True))
     assert all(isinstance(layer, TurboQuantKVCache) for layer in plain)
     again = convert_prompt_cache(plain, "turboquant:4")
     assert again.coded == (0, 1, 2, 3)
-    with pytest.raises(ValueError, match="in_place: a list"):
-        convert_prompt_cache(tuple(plain), in_place=True)
 
 
 def test_the_codec_decides_layer_by_layer():

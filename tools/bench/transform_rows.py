@@ -51,7 +51,7 @@ def group(number: int, layers: int) -> LayerGroup:
 def basis_bytes(model: str, layers: int, joined: int) -> bytes:
     """A basis of a model of so many layers, of which `joined` are a group."""
     groups = [group(number, joined) for number in range(layers // joined)]
-    return basis.made(model, groups, tables(joined), sinks=4, metric="spread", texts="rows that no model made")
+    return basis.basis_bytes(groups, tables(joined), basis.BasisOrigin(model, 4, "spread", "rows that no model made"))
 
 
 @cache

@@ -67,6 +67,15 @@ class OnGpu(NamedTuple):
     inverses: list[mx.array]
 
 
+class BasisOrigin(NamedTuple):
+    """What a basis was made of: the model's identity, how many first tokens stay as they are, the metric, the texts."""
+
+    model: str
+    sinks: int
+    metric: str
+    texts: str
+
+
 class Measured(NamedTuple):
     """How far what the model says on a restored prompt was from what it says on the live one, on text that it wasn't
     calibrated on: mean KL of the next token, in nats, at quality 4 (`kl`) and with turboquant:4 (`reference_kl`), over
@@ -260,17 +269,10 @@ def model_of(path: Path) -> str:
         raise BasisError(f"{path}: not a basis ({error})") from None
 
 
-def made(
-    model: str,
-    groups: Sequence[LayerGroup],
-    tables: Tables,
-    *,
-    sinks: int,
-    metric: str,
-    texts: str,
-    measured: Measured | None = None,
+def basis_bytes(
+    groups: Sequence[LayerGroup], tables: Tables, origin: BasisOrigin, measured: Measured | None = None
 ) -> bytes:
-    """The bytes of a basis: the same for the same."""
+    """Return the bytes of a basis: the same for the same."""
     layers = [layer for group in groups for layer in group.layers]
     described = [
         {
@@ -286,12 +288,12 @@ def made(
     ]
     fields = {
         "format": FORMAT,
-        "model": model,
+        "model": origin.model,
         "layers": json.dumps(described),
-        "sinks": str(sinks),
-        "metric": metric,
+        "sinks": str(origin.sinks),
+        "metric": origin.metric,
         "groups": json.dumps([[layer.index for layer in group.layers] for group in groups]),
-        "texts": texts,
+        "texts": origin.texts,
         "measured": json.dumps(measured and measured._asdict()),
     }
     tensors = {"frequencies": tables.frequencies, "points": tables.points}

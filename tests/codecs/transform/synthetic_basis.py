@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from prefixcache.codecs.transform.basis import QUALITIES, LayerGroup, made
+from prefixcache.codecs.transform.basis import QUALITIES, BasisOrigin, LayerGroup, basis_bytes
 from prefixcache.codecs.transform.layer import Layer
 from prefixcache.codecs.transform.rope import NO_ROPE, Rope
 from prefixcache.codecs.transform.tables import Tables, first_guess
@@ -43,7 +43,7 @@ def bytes_of(groups: Sequence[LayerGroup] = (), model: str = MODEL, tables: Tabl
     """A basis's file; of two groups, three layers in all, unless others are given."""
     if not groups:
         groups = [group_of([layer(0), layer(1, rotation=NO_ROPE)]), group_of([layer(5, rotation=INTERLEAVED)])]
-    return made(model, groups, tables or first_guess(), sinks=4, metric="fisher", texts="none")
+    return basis_bytes(groups, tables or first_guess(), BasisOrigin(model, 4, "fisher", "none"))
 
 
 def rows_of(group: LayerGroup, tokens: int, first: int = 0, seed: int = 0) -> list[np.ndarray]:

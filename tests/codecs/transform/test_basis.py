@@ -21,7 +21,17 @@ from synthetic_basis import INTERLEAVED, MODEL, ROPE, WEIGHTS, bytes_of, group_o
 
 from prefixcache.codecs.transform import bases as bases_module
 from prefixcache.codecs.transform.bases import Bases
-from prefixcache.codecs.transform.basis import ANCHORS, Basis, BasisError, Measured, made, model_of, read, summary
+from prefixcache.codecs.transform.basis import (
+    ANCHORS,
+    Basis,
+    BasisError,
+    BasisOrigin,
+    Measured,
+    basis_bytes,
+    model_of,
+    read,
+    summary,
+)
 from prefixcache.codecs.transform.coding import GroupCoder
 from prefixcache.codecs.transform.entropy import DamagedCodes
 from prefixcache.codecs.transform.rope import NO_ROPE
@@ -86,7 +96,7 @@ def basis_of(data: bytes) -> Basis | None:
 
 def test_all_that_was_written_comes_back():
     groups = [group_of([layer(0), layer(1, rotation=NO_ROPE)]), group_of([layer(5, rotation=INTERLEAVED)], seed=1)]
-    basis = Basis(made(MODEL, groups, first_guess(), sinks=4, metric="fisher", texts="some"))
+    basis = Basis(basis_bytes(groups, first_guess(), BasisOrigin(MODEL, 4, "fisher", "some")))
     assert (basis.model, basis.metric, basis.texts, basis.sinks) == (MODEL, "fisher", "some", 4)
     assert [group.layers for group in basis.groups] == [group.layers for group in groups]
     for mine, theirs in zip(basis.groups, groups, strict=True):
@@ -103,7 +113,7 @@ def test_all_that_was_written_comes_back():
 @pytest.mark.parametrize("anchor", ANCHORS)
 def test_what_was_measured_comes_back(anchor):
     said = MEASURED._replace(anchor=anchor)
-    basis = Basis(made(MODEL, [group_of([layer(0)])], first_guess(), sinks=4, metric="fisher", texts="", measured=said))
+    basis = Basis(basis_bytes([group_of([layer(0)])], first_guess(), BasisOrigin(MODEL, 4, "fisher", ""), said))
     assert basis.measured == said
     assert summary(basis)["measured"] == said._asdict()
     assert Basis(VALID).measured is summary(Basis(VALID))["measured"] is None
