@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -35,6 +36,7 @@ MEMORY = Path("/dev/shm")
 if sys.platform == "linux" and os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > 2 << 30:
     if not os.statvfs(MEMORY).f_flag & os.ST_NOEXEC:  # some tests build programs and run them
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
+        tempfile.tempdir = str(MEMORY)  # for those that make a folder for each of their runs
 
 # What is written while nobody asks has tests of its own: elsewhere what is counted must not depend on how long a test takes.
 DEFAULTS = {"ram": "10MB", "ssd": "50MB", "codec": "raw", "spill_idle": 0}
