@@ -44,7 +44,7 @@ demo: $(STAMP)
 	$(BIN)/prefixcache demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n auto --dist loadfile
+	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 FAST := tests/blocks tests/tiers tests/ssd tests/test_keys.py tests/test_settings.py
 

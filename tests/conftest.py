@@ -41,6 +41,35 @@ if sys.platform == "linux" and os.access(MEMORY, os.W_OK) and shutil.disk_usage(
 # What is written while nobody asks has tests of its own: elsewhere what is counted must not depend on how long a test takes.
 DEFAULTS = {"ram": "10MB", "ssd": "50MB", "codec": "raw", "spill_idle": 0}
 
+# Files that take half a minute and more on two cores. They begin first, so that in the end no worker waits long for another.
+LONGEST = [
+    "cache/test_neighbours.py",
+    "servers/test_serve_transform.py",
+    "cache/test_processes.py",
+    "servers/test_admin.py",
+    "kernels/test_transform_served.py",
+    "cli/test_calibrate_command.py",
+    "servers/test_requests.py",
+    "servers/test_serve.py",
+    "live/test_turboquant_caches.py",
+    "servers/test_upgrade.py",
+    "servers/test_serve_answers.py",
+    "kernels/test_gpu_kernels.py",
+    "cache/test_cache_machine.py",
+    "servers/test_failing_steps.py",
+    "docs/test_readme.py",
+]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    turn = {Path(__file__).parent / name: n for n, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: turn.get(item.path, len(turn)))
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """Return one more than there are cores: tests wait for threads, servers and processes, a third of their time."""
+    return (os.cpu_count() or 1) + 1
+
 
 @pytest.fixture
 def new_objects_only() -> Iterator[None]:

@@ -492,7 +492,7 @@ def test_a_password_that_is_changed_is_said_and_does_no_harm(machine, caplog):
 
 
 def test_a_folder_that_is_gone_is_not_made_anew_and_is_used_when_it_is_back(machine, tmp_path):
-    cache = machine(f"file://{tmp_path}/engine")
+    cache = machine(f"file://{tmp_path}/engine", remote_timeout=20.0)
     shared(cache, LONG)
     shutil.rmtree(tmp_path / "engine")  # as a share that is not mounted any more
     for first in range(3):
@@ -505,7 +505,7 @@ def test_a_folder_that_is_gone_is_not_made_anew_and_is_used_when_it_is_back(mach
     shared(cache, [7] * 300)
     got(cache, LONG)
     sent(cache)
-    third = machine(f"file://{tmp_path}/engine")
+    third = machine(f"file://{tmp_path}/engine", remote_timeout=20.0)
     assert brought(third, LONG) == got(third, LONG) == 768
 
 
