@@ -13,12 +13,14 @@ from prefixcache.codecs import raw_attention_gpu
 from prefixcache.codecs.turboquant.format import AttentionCall, AttentionPart, CodedRows
 from prefixcache.codecs.turboquant.live import attend as attend_to_part
 from prefixcache.codecs.turboquant.live import with_logits
-from prefixcache.live.layer import CodedLayer
+from prefixcache.live.attended import coded_parts, has_uncoded, uncoded_for_kernel, uncoded_rows
+from prefixcache.live.decoding import decoded_heads
+from prefixcache.live.layer_state import LayerState
 
 Mask = mx.array | str | None
 
 
-def attend(layer: CodedLayer, queries: mx.array, scale: float, mask: Mask, sinks: mx.array | None) -> mx.array:
+def attend(layer: LayerState, queries: mx.array, scale: float, mask: Mask, sinks: mx.array | None) -> mx.array:
     """Queries (B, query heads, L, key width) -> (B, query heads, L, value width), of their dtype.
 
     `mask`: None, "causal" (the queries are the last L rows), or an array that broadcasts to (B, query heads, L, rows),
@@ -31,7 +33,7 @@ def attend(layer: CodedLayer, queries: mx.array, scale: float, mask: Mask, sinks
     if isinstance(mask, mx.array) and mask.ndim == 0:
         mask = mask.reshape(1)
     call = AttentionCall(queries, scale, None if isinstance(mask, str) else mask, isinstance(mask, str))
-    coded, uncoded = layer.parts(), layer.has_uncoded
+    coded, uncoded = coded_parts(layer), has_uncoded(layer)
     if len(coded) == 1 and not uncoded:
         whole = _coded_part(coded[0], layer.rows, call._replace(logits=sinks, dtype=queries.dtype))
         return _by_heads(layer, queries, scale, mask, sinks) if whole is None else whole.out
@@ -42,7 +44,7 @@ def attend(layer: CodedLayer, queries: mx.array, scale: float, mask: Mask, sinks
             return _by_heads(layer, queries, scale, mask, sinks)
         parts.append(part)
     if uncoded and parts:
-        kept = layer.uncoded_for_kernel()
+        kept = uncoded_for_kernel(layer)
         if kept is not None and raw_attention_gpu.takes(kept, queries):
             return raw_attention_gpu.attend(kept, _together(parts), call._replace(logits=sinks))
     if uncoded:
@@ -88,7 +90,7 @@ def plain(
     return out
 
 
-def _check(layer: CodedLayer, queries: mx.array, mask: Mask, sinks: mx.array | None) -> None:
+def _check(layer: LayerState, queries: mx.array, mask: Mask, sinks: mx.array | None) -> None:
     assert layer.kind is not None
     if sinks is not None and tuple(sinks.shape) != (queries.shape[1],):
         raise ValueError(f"sinks of shape {tuple(sinks.shape)} for {queries.shape[1]} query heads: give one for each")
@@ -127,9 +129,9 @@ def _together(parts: list[AttentionPart]) -> AttentionPart:
     return AttentionPart(out, mx.where(nothing, -mx.inf, mx.log(shares) + most))
 
 
-def _uncoded_part(layer: CodedLayer, call: AttentionCall) -> AttentionPart:
+def _uncoded_part(layer: LayerState, call: AttentionCall) -> AttentionPart:
     """Attend to the rows that are kept uncoded, in float32."""
-    (keys, values), listed = layer.uncoded_rows()
+    (keys, values), listed = uncoded_rows(layer)
     queries, mask, rows = call.queries, call.mask, mx.array(listed)[:, None, None]  # (B, 1, 1, n)
     batch, heads, count, _ = keys.shape
     length = queries.shape[2]
@@ -151,7 +153,7 @@ def _uncoded_part(layer: CodedLayer, call: AttentionCall) -> AttentionPart:
     return AttentionPart(out.reshape(*queries.shape[:3], values.shape[3]), total)
 
 
-def _by_heads(layer: CodedLayer, queries: mx.array, scale: float, mask: Mask, sinks: mx.array | None) -> mx.array:
+def _by_heads(layer: LayerState, queries: mx.array, scale: float, mask: Mask, sinks: mx.array | None) -> mx.array:
     """MLX's own attention, on one key head's rows at a time: no more than those is ever decoded at once."""
     assert layer.kind is not None
     group, length = queries.shape[1] // layer.kind.heads, queries.shape[2]
@@ -161,7 +163,7 @@ def _by_heads(layer: CodedLayer, queries: mx.array, scale: float, mask: Mask, si
         mask = _with_pads(layer, length, mask)
     outputs = []
     for head in range(layer.kind.heads):
-        keys, values = (rows.astype(queries.dtype) for rows in layer.decoded_heads(head, 1))
+        keys, values = (rows.astype(queries.dtype) for rows in decoded_heads(layer, head, 1))
         asking = slice(head * group, (head + 1) * group)
         seen = mask[:, asking] if isinstance(mask, mx.array) and mask.shape[1] > 1 else mask
         logits = sinks[asking] if sinks is not None else None
@@ -169,7 +171,7 @@ def _by_heads(layer: CodedLayer, queries: mx.array, scale: float, mask: Mask, si
     return mx.concatenate(outputs, axis=1)
 
 
-def _with_pads(layer: CodedLayer, length: int, mask: Mask) -> mx.array:
+def _with_pads(layer: LayerState, length: int, mask: Mask) -> mx.array:
     column = mx.arange(layer.rows)
     seen = column >= mx.array(layer.pads)[:, None, None, None]
     if isinstance(mask, str):

@@ -8,7 +8,8 @@ import mlx.core as mx
 
 from prefixcache.codecs.turboquant.coding import PLAIN, Run
 from prefixcache.live.buffers import Alignment, CodeBuffer, FirstRows, RecentRows, RowBuffer
-from prefixcache.live.layer import NO_CODES, NO_ROWS, CodedLayer
+from prefixcache.live.layer import CodedLayer
+from prefixcache.live.layer_state import NO_CODES, NO_ROWS
 from prefixcache.live.ragged import check_alike
 
 ALIKE = "caches of one batch are coded alike; convert them with one codec"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -78,15 +79,23 @@ def run_at(runs: Sequence[Run], token: int) -> Run:
     return next((run for run in reversed(runs) if run.first <= token), runs[0])
 
 
-def spans_of(runs: Sequence[Run], pad: int, low: int, high: int) -> list[tuple[int, int, LayerLevels]]:
-    """Rows `low` to `high` (not included) of a sequence behind `pad` rows of padding, cut where levels change."""
+class CodedSpan(NamedTuple):
+    """Rows `first` to `last` (not included) of a sequence, coded with `levels`."""
+
+    first: int
+    last: int
+    levels: LayerLevels
+
+
+def spans_of(runs: Sequence[Run], pad: int, low: int, high: int) -> list[CodedSpan]:
+    """Return rows `low` to `high` (not included) of a sequence behind `pad` rows of padding, cut where levels change."""
     if len(runs) == 1 and low >= pad + runs[0].first:  # as most often
-        return [(low, high, runs[0].levels)] if low < high else []
+        return [CodedSpan(low, high, runs[0].levels)] if low < high else []
     spans = []
     for run, after in zip(runs, (*runs[1:], None), strict=True):
         first, last = max(pad + run.first, low), high if after is None else min(pad + after.first, high)
         if first < last:
-            spans.append((first, last, run.levels))
+            spans.append(CodedSpan(first, last, run.levels))
     return spans
 
 

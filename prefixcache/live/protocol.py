@@ -10,6 +10,7 @@ import mlx.core as mx
 from prefixcache.codecs.interchange import element
 from prefixcache.codecs.turboquant.coding import Choice, LayerRows
 from prefixcache.live.attention import attend, plain
+from prefixcache.live.decoding import decoded_heads
 from prefixcache.live.layer import CodedLayer
 from prefixcache.live.stand_in import CodesStandIn
 from prefixcache.upstream import hook_attention
@@ -27,7 +28,7 @@ class LiveCache:
         """What stands for all keys and values of this cache, as `update_and_fetch` returns it."""
         layer, kind = self._layer, self._layer.known_kind()
         if layer.waiting is not None or layer.attends == "buffer":
-            return layer.decoded_heads(0, kind.heads)
+            return decoded_heads(layer, 0, kind.heads)
         shape, dtype = (layer.batch, kind.heads, layer.rows), element(kind.dtype).mlx
         keys, values = (CodesStandIn(self, (*shape, width), dtype) for width in (kind.key_width, kind.value_width))
         return keys, values

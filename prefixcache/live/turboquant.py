@@ -14,7 +14,9 @@ from mlx_lm.models.cache import KVCache, create_attention_mask
 from prefixcache.codecs.turboquant.codec import TurboQuant
 from prefixcache.codecs.turboquant.coding import RECENT, Choice, LayerRows, Run
 from prefixcache.live import batching
-from prefixcache.live.layer import NO_ROWS, CodedLayer
+from prefixcache.live.decoding import decoded_heads
+from prefixcache.live.layer import CodedLayer
+from prefixcache.live.layer_state import NO_ROWS
 from prefixcache.live.levels import SharedLevels
 from prefixcache.live.protocol import LiveCache, hook_for
 from prefixcache.live.ragged import check_numbers, chosen, numbers
@@ -98,7 +100,7 @@ class TurboQuantKVCache(LiveCache):
         """A plain cache of the original dtype, with the rows that attention means."""
         made, layer = KVCache(), self._layer
         if layer.kind is not None:
-            rows = NO_ROWS.put(*layer.decoded_heads(0, layer.kind.heads), 0)
+            rows = NO_ROWS.put(*decoded_heads(layer, 0, layer.kind.heads), 0)
             made.keys, made.values = rows.arrays or (None, None)
             made.offset = layer.rows
         return made

@@ -12,6 +12,7 @@ from prefixcache.codecs.turboquant import gpu_rows as turboquant_gpu
 from prefixcache.codecs.turboquant.format import AttentionCall, AttentionPart
 from prefixcache.kernels import raw_attention
 from prefixcache.live import TurboQuantKVCache, attention
+from prefixcache.live.attended import uncoded_for_kernel
 
 pytestmark = pytest.mark.skipif(host_gpu.COMPILER is None, reason="no C++ compiler")
 
@@ -74,7 +75,7 @@ def test_it_gives_what_composed_operations_give(
     lse = mx.random.normal((batch, 4, length)) * 2
     if batch > 1:
         out[-1], lse[-1] = 0.0, -mx.inf
-    uncoded = layer.uncoded_for_kernel()
+    uncoded = uncoded_for_kernel(layer)
     coded, call = AttentionPart(out, lse), AttentionCall(queries, 0.125, mask, masked == "causal", logits)
     got = raw_attention_gpu.attend(uncoded, coded, call)
     wanted = attention.with_logits(attention._together([coded, attention._uncoded_part(layer, call)]), logits)

@@ -13,9 +13,10 @@ from mlx_lm.models.cache import BatchKVCache, KVCache
 from prefixcache.codecs import TurboQuant
 from prefixcache.codecs.turboquant import live as turboquant_live
 from prefixcache.codecs.turboquant.format import AttentionCall
-from prefixcache.live import BatchTurboQuantKVCache, SharedLevels, TurboQuantKVCache, attention
+from prefixcache.live import BatchTurboQuantKVCache, SharedLevels, TurboQuantKVCache, attention, decoding
 from prefixcache.live import layer as live_layer
 from prefixcache.live import levels as live_levels
+from prefixcache.live.attended import coded_parts
 from prefixcache.live.stand_in import CodesStandIn
 from tests.live.generating import alone, check_logprobs, drive, feed
 from tests.models.families import FAMILIES
@@ -157,9 +158,9 @@ def test_no_decoded_copy_of_the_past_is_ever_held_or_made(monkeypatch):
     assert isinstance(values, CodesStandIn)
     layer = cache._layer
     assert all(array.dtype in (mx.uint32, mx.uint16) or array.shape[2] <= 128 for array in layer.arrays())
-    if turboquant_live.attend(layer.parts()[0], AttentionCall(queries[:, :, -1:], 1.0)) is None:
+    if turboquant_live.attend(coded_parts(layer)[0], AttentionCall(queries[:, :, -1:], 1.0)) is None:
         pytest.skip("no kernel here: head by head is decoded for the moment")
-    monkeypatch.setattr(live_layer, "decode", None)
+    monkeypatch.setattr(decoding, "decode", None)
     queries, keys, values = added(cache, 1)
     mx.eval(cache.attend_to_codes(queries, keys, values, scale=0.125, mask=None))
 
