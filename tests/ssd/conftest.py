@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from prefixcache.ssd import queue
+
 from .images import Opened
 
 
@@ -25,6 +27,13 @@ def quick(tmp_path: Path) -> Iterator[Path]:
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     return tmp_path / "ssd"
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The writer tries again soon after a failure."""
+    monkeypatch.setattr(queue, "FIRST_DELAY", 0.02)
+    monkeypatch.setattr(queue, "LONGEST_DELAY", 0.1)
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -117,6 +118,13 @@ def fingerprint(root: Path) -> dict[str, tuple[int, int, str]]:
                 digest = hashlib.sha256(file.read()).hexdigest()
             found[path] = (os.stat(path).st_mode, os.stat(path).st_mtime_ns, digest)
     return found
+
+
+@contextlib.contextmanager
+def full() -> Iterator[None]:
+    """In the place of a transaction of the index: its disk has no room."""
+    raise sqlite3.OperationalError("database or disk is full")
+    yield
 
 
 def gate(monkeypatch: Any, ssd: Opened) -> threading.Event:

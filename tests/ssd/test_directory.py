@@ -125,38 +125,24 @@ def test_a_narrow_umask_does_not_lock_us_out(tmp_path, open_tier, mask):
         os.umask(before)
 
 
-def test_a_file_in_the_place_of_the_directory_is_an_error_that_names_it(root):
+@pytest.mark.parametrize("below", ["", "below"])
+def test_a_file_in_the_path_of_the_directory_is_an_error_that_names_it(root, below):
     root.write_text("mine")
-    with pytest.raises(DirectoryError, match=re.escape(str(root))) as refused:
-        Opened(root)
-    assert "another directory" in str(refused.value)
+    with pytest.raises(DirectoryError, match=re.escape(str(root / below)) + ".*another directory"):
+        Opened(root / below)
     assert root.read_text() == "mine"
 
 
-def test_a_folder_of_somebody_else_is_left_alone(root):
-    (root / "tmp").mkdir(parents=True)
-    (root / "tmp" / "thesis.txt").write_text("mine")
-    with pytest.raises(DirectoryError, match="name another directory"):
-        Opened(root)
-    assert (root / "tmp" / "thesis.txt").read_text() == "mine"
-    assert len(list(root.iterdir())) == 1
+def of_files(**contents):
+    """Makes files of these contents, by their paths with __ for each /."""
 
+    def make_files(root):
+        for name, content in contents.items():
+            path = root / name.replace("__", "/")
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(content)
 
-def of_a_database(root):
-    """What LevelDB leaves."""
-    (root / "LOCK").touch()
-    (root / "CURRENT").write_text("MANIFEST-000004\n")
-    (root / "000005.ldb").write_bytes(b"x" * 100)
-
-
-def of_somebody_with_a_lock(root):
-    (root / "LOCK").touch()
-    (root / "tmp").mkdir()
-    (root / "tmp" / "file").write_text("x")
-
-
-def of_another_lock(root):
-    (root / "LOCK").write_text("4711\n")
+    return make_files
 
 
 def of_another_index(root):
@@ -166,24 +152,22 @@ def of_another_index(root):
     index.close()
 
 
-def of_a_folder_of_numbers(root):
-    (root / "LOCK").touch()
-    (root / "stats").mkdir()
-    (root / "stats" / "2026.csv").write_text("1,2")
+FOREIGN = {
+    "a folder named tmp": of_files(tmp__thesis="mine"),
+    "what LevelDB leaves": of_files(LOCK="", CURRENT="MANIFEST-000004\n", data="x" * 100),
+    "an empty LOCK and a folder named tmp": of_files(LOCK="", tmp__file="x"),
+    "another LOCK": of_files(LOCK="4711\n"),
+    "another index": of_another_index,
+    "a folder of numbers": of_files(LOCK="", stats__2026="1,2"),
+    "a link": lambda root: (root / "rows").symlink_to(root.parent),
+}
 
 
-def of_a_link(root):
-    (root / "rows").symlink_to(root.parent)
-
-
-FOREIGN = [of_a_database, of_somebody_with_a_lock, of_another_lock, of_another_index, of_a_folder_of_numbers, of_a_link]
-
-
-@pytest.mark.parametrize("content", FOREIGN)
+@pytest.mark.parametrize("what", FOREIGN)
 @pytest.mark.parametrize("do", [Opened, reconcile, lambda root: reconcile(root, dry_run=True), survey])
-def test_a_directory_of_another_program_is_refused_untouched(root, content, do):
+def test_a_directory_of_another_program_is_refused_untouched(root, what, do):
     root.mkdir()
-    content(root)
+    FOREIGN[what](root)
     before = fingerprint(root)
     try:
         said = do(root).error
@@ -194,27 +178,19 @@ def test_a_directory_of_another_program_is_refused_untouched(root, content, do):
     assert "name another directory" in said
 
 
-def nothing(root):
-    pass
+BLANK = {
+    "no folder": lambda root: root.rmdir(),
+    "an empty folder": lambda root: None,
+    "a fresh disk": lambda root: (root / "lost+found").mkdir(),
+    "a crash before the lock was signed": lambda root: (root / "LOCK").touch(),
+    "empty folders": lambda root: (root / "tmp").mkdir(),
+}
 
 
-def a_fresh_disk(root):
-    (root / "lost+found").mkdir()
-
-
-def a_crash_before_the_lock_was_signed(root):
-    (root / "LOCK").touch()
-
-
-def empty_folders(root):
-    (root / "tmp").mkdir()
-
-
-@pytest.mark.parametrize("content", [None, nothing, a_fresh_disk, a_crash_before_the_lock_was_signed, empty_folders])
-def test_where_nothing_could_be_lost_a_cache_begins_and_says_nothing(root, open_tier, caplog, content):
-    if content is not None:
-        root.mkdir()
-        content(root)
+@pytest.mark.parametrize("what", BLANK)
+def test_where_nothing_could_be_lost_a_cache_begins_and_says_nothing(root, open_tier, caplog, what):
+    root.mkdir()
+    BLANK[what](root)
     ssd = open_tier()
     assert ssd.put(make(1))
     ssd.close()
@@ -266,12 +242,6 @@ def test_bad_arguments_are_errors_and_take_no_lock(root, open_tier, wrong):
     with pytest.raises(ValueError, match="give"):
         Opened(root, **wrong)
     assert open_tier().put(make(1))
-
-
-def test_a_file_in_the_path_is_an_error(root):
-    root.write_text("mine")
-    with pytest.raises(DirectoryError, match="another directory"):
-        Opened(root / "below")
 
 
 def test_a_link_in_the_place_of_a_folder_is_an_error(root, tmp_path):

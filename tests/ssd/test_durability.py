@@ -19,19 +19,13 @@ from .images import SPACE, Opened, chain, hold, make
 
 # Every call that changes the disk, by the name under which the package calls it.
 CALLS = ("open", "write", "fsync", "rename", "unlink", "mkdir", "ftruncate")
+PAIRS = [*chain(7, used=3), make(70, kind="window"), make(71, kind="snapshot", count=9)]
 
 
 @pytest.fixture
-def fast_root(tmp_path) -> Path:
-    """Real files, without waiting for a real disk: a crash of the process leaves them all the same."""
-    memory = Path("/dev/shm")
-    if not os.access(memory, os.W_OK):
-        yield tmp_path / "ssd"
-        return
-    import tempfile
-
-    with tempfile.TemporaryDirectory(dir=memory) as folder:
-        yield Path(folder) / "ssd"
+def fast_root(quick: Path) -> Path:
+    """Real files, without waiting for a real disk."""
+    return quick / "ssd"
 
 
 def recorded(monkeypatch, events):
@@ -97,24 +91,20 @@ def test_a_deleted_row_is_gone_before_its_file(ssd, monkeypatch):
 def scenario(root: Path, say) -> None:
     """Writes, deletions and touches; says what has been acknowledged, and what it is about to delete."""
     ssd = Opened(root, limit=3 << 20)
-    pairs = [*chain(7, used=3), make(70, kind="window"), make(71, kind="snapshot", count=9)]
-    for entry, image in pairs:
+    for entry, image in PAIRS:
         ssd.write(entry, SPACE, image)
     if ssd.flush(60):
         say("have", range(9))
     say("leaving", [0, 7])
-    doomed = {pairs[0][0].key, pairs[7][0].key}
+    doomed = {PAIRS[0][0].key, PAIRS[7][0].key}
     ssd.delete([entry for entry, error in ssd.reports if error is None and entry.key in doomed])
-    ssd.touch([("rows", pairs[1][0].key, 44, 1)])
+    ssd.touch([("rows", PAIRS[1][0].key, 44, 1)])
     late = make(100)
     ssd.write(late[0], SPACE, late[1])
     if ssd.flush(60):
         say("gone", [0, 7])
     ssd.close()
     say("closed", [])
-
-
-PAIRS = [*chain(7, used=3), make(70, kind="window"), make(71, kind="snapshot", count=9)]
 
 
 class Steps:
@@ -207,9 +197,7 @@ def test_a_crash_at_any_step_loses_nothing_that_was_acknowledged(fast_root, torn
     _, total, died = run_child(fast_root.with_name("whole"), 0, torn)
     assert total > 60
     assert not died
-    for at in range(
-        1, total + 1, 9
-    ):  # tests/crash has every one, where a library can be put before the C library's calls
+    for at in range(1, total + 1, 9):  # tests/crash has every one, by a library before the C library's calls
         root = fast_root.with_name(f"ssd{at}")
         said, steps, died = run_child(root, at, torn)
         assert died or 0 < steps < at, at  # how the writer batches, and so the number of steps, is a matter of timing

@@ -6,7 +6,6 @@ import contextlib
 import errno
 import os
 import shutil
-import sqlite3
 import subprocess
 import sys
 
@@ -15,13 +14,9 @@ import pytest
 from prefixcache.ssd import queue
 from tests.waiting import until
 
-from .images import SPACE, chain, make, path_of
+from .images import SPACE, chain, full, make, path_of
 
-
-@pytest.fixture(autouse=True)
-def impatient(monkeypatch):
-    monkeypatch.setattr(queue, "FIRST_DELAY", 0.02)
-    monkeypatch.setattr(queue, "LONGEST_DELAY", 0.1)
+pytestmark = pytest.mark.usefixtures("impatient")
 
 
 @contextlib.contextmanager
@@ -105,12 +100,6 @@ def test_an_index_that_can_t_commit_fails_the_writes_and_keeps_no_file_that_was_
     stored = ssd.put(*chain(3))
     index = ssd._opened.index
     with monkeypatch.context() as patch:
-
-        @contextlib.contextmanager
-        def full():
-            raise sqlite3.OperationalError("database or disk is full")
-            yield
-
         patch.setattr(index, "transaction", full)
         ssd.write(make(9)[0], SPACE, make(9)[1])
         ssd.delete(stored[:1])

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import sqlite3
 import time
 
 import pytest
 
-from prefixcache.ssd import queue
 from prefixcache.ssd.errors import LogHeld
 from tests.waiting import until
 from tools.faults.evidence import du
 
-from .images import SPACE, chain, make, path_of, while_read
+from .images import SPACE, chain, full, make, path_of, while_read
 
-
-@pytest.fixture(autouse=True)
-def impatient(monkeypatch):
-    monkeypatch.setattr(queue, "FIRST_DELAY", 0.02)
-    monkeypatch.setattr(queue, "LONGEST_DELAY", 0.1)
+pytestmark = pytest.mark.usefixtures("impatient")
 
 
 def test_a_log_that_can_t_be_cut_grows_within_its_allowance_and_is_cut_afterwards(open_tier, root):
@@ -91,12 +84,6 @@ def test_a_closing_beside_a_reader_ends_and_the_next_opening_finds_all(open_tier
 def test_the_rows_of_files_that_left_first_are_forgotten_by_the_next_opening(open_tier, root, monkeypatch):
     ssd = open_tier()
     stored = ssd.put(*chain(4))
-
-    @contextlib.contextmanager
-    def full():
-        raise sqlite3.OperationalError("database or disk is full")
-        yield
-
     monkeypatch.setattr(ssd._opened.index, "transaction", full)
     ssd.delete(stored[2:])
     assert not ssd.flush(5)

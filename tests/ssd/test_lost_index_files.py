@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from prefixcache.ssd import queue
 from tests.waiting import until
 from tools.faults.evidence import du
 
@@ -20,10 +19,7 @@ from .images import SPACE, Opened, chain, make
 FILES = ["index.db", "index.db-wal", "index.db-shm"]
 
 
-@pytest.fixture(autouse=True)
-def impatient(monkeypatch):
-    monkeypatch.setattr(queue, "FIRST_DELAY", 0.02)
-    monkeypatch.setattr(queue, "LONGEST_DELAY", 0.1)
+pytestmark = pytest.mark.usefixtures("impatient")
 
 
 def unlinked(path: Path) -> None:

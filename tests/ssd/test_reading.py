@@ -15,55 +15,41 @@ from prefixcache.ssd import Corrupt, Unreadable, reconcile
 from .images import chain, make, path_of
 
 
-def flip(path, entry, others):
+def flip(path, at):
     data = bytearray(path.read_bytes())
-    data[-100] ^= 1
+    data[at] ^= 1
     path.write_bytes(data)
 
 
-def flip_header(path, entry, others):
-    data = bytearray(path.read_bytes())
-    data[200] ^= 1
-    path.write_bytes(data)
+def instead(put):
+    """A damage: what `put` makes stands in the file's place."""
+
+    def damage(path, others):
+        path.unlink()
+        put(path, others)
+
+    return damage
 
 
-def truncate(path, entry, others):
-    os.truncate(path, entry.nbytes - 1)
+DAMAGES = {
+    "a bit of a tensor": lambda path, others: flip(path, -100),
+    "a bit of the header": lambda path, others: flip(path, 200),
+    "a byte less": lambda path, others: os.truncate(path, path.stat().st_size - 1),
+    "nothing left": lambda path, others: os.truncate(path, 0),
+    "a byte more": lambda path, others: os.truncate(path, path.stat().st_size + 1),
+    "another image": lambda path, others: shutil.copyfile(others[0], path),
+    "a link": instead(lambda path, others: path.symlink_to(others[0])),
+    "a pipe": instead(lambda path, others: os.mkfifo(path)),
+    "a folder": instead(lambda path, others: path.mkdir()),
+}
 
 
-def empty(path, entry, others):
-    os.truncate(path, 0)
-
-
-def lengthen(path, entry, others):
-    os.truncate(path, entry.nbytes + 1)
-
-
-def swap(path, entry, others):
-    shutil.copyfile(others[0], path)
-
-
-def link(path, entry, others):
-    path.unlink()
-    path.symlink_to(others[0])
-
-
-def fifo(path, entry, others):
-    path.unlink()
-    os.mkfifo(path)
-
-
-def folder(path, entry, others):
-    path.unlink()
-    path.mkdir()
-
-
-@pytest.mark.parametrize("damage", [flip, flip_header, truncate, empty, lengthen, swap, link, fifo, folder])
-def test_a_bad_file_is_quarantined_with_its_reason_and_refunded(open_tier, root, damage):
+@pytest.mark.parametrize("what", DAMAGES)
+def test_a_bad_file_is_quarantined_with_its_reason_and_refunded(open_tier, root, what):
     ssd = open_tier()
     bad, *good = ssd.put(*chain(3))
     path = path_of(root, bad)
-    damage(path, bad, [path_of(root, entry) for entry in good])
+    DAMAGES[what](path, [path_of(root, entry) for entry in good])
     with pytest.raises(Corrupt, match="quarantined") as raised:
         ssd.read(bad).result(10)
     assert raised.value.entry == bad
@@ -147,7 +133,7 @@ def test_a_missing_file_is_corrupt_and_its_row_goes(ssd, root):
 def test_what_was_quarantined_can_be_written_again(ssd, root):
     pair = make(1)
     (stored,) = ssd.put(pair)
-    truncate(path_of(root, stored), stored, [])
+    os.truncate(path_of(root, stored), stored.nbytes - 1)
     reads = [ssd.read(stored) for _ in range(6)]
     assert all(isinstance(read.exception(10), Corrupt) for read in reads)
     (again,) = ssd.put(pair)
@@ -209,7 +195,7 @@ def test_quarantine_keeps_to_its_share(open_tier, root):
     ssd = open_tier(limit=4 << 20)
     stored = ssd.put(*chain(20, size=30_000))
     for entry in stored:
-        truncate(path_of(root, entry), entry, [])
+        os.truncate(path_of(root, entry), entry.nbytes - 1)
         assert ssd.read(entry).exception(10)
     ssd.flush(10)
     assert ssd.stats().quarantine_bytes <= (4 << 20) // 20

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
-import sqlite3
 import tempfile
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 from unittest.mock import patch
 
@@ -19,7 +18,7 @@ from prefixcache.ssd.index import connect
 from tests.waiting import until
 from tools.faults.evidence import du
 
-from .images import SPACE, Opened, make, path_of
+from .images import SPACE, Opened, full, make, path_of
 
 OTHERS = [SPACE._replace(root=bytes([n]) * 32) for n in (1, 2)]
 POOL = [
@@ -118,11 +117,6 @@ class Tier(RuleBasedStateMachine):
 
     @rule(numbers=st.lists(which, max_size=6))
     def delete_while_the_index_can_t_be_written(self, numbers):
-        @contextmanager
-        def full():
-            raise sqlite3.OperationalError("database or disk is full")
-            yield
-
         with patch.object(self.ssd._opened.index, "transaction", full):
             self.delete(numbers)
             self.ssd.flush(5)
