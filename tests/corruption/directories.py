@@ -6,6 +6,7 @@ answer is exact or a miss, the account is what the disk holds, and after a store
 
 from __future__ import annotations
 
+import json
 import shutil
 import sqlite3
 from pathlib import Path
@@ -15,6 +16,7 @@ import mlx.core as mx
 import numpy as np
 
 from prefixcache import PrefixCache
+from prefixcache.image_format import Blueprint, Image, Meta, Spec
 from prefixcache.ssd.directory import Directory
 from prefixcache.ssd.quarantine import quarantined
 from tests.models import states
@@ -180,6 +182,35 @@ def file_of(root: Path, row: int) -> Path:
     ((kind, key),) = execute(root, ("SELECT kind, key FROM image WHERE id = ?", [row]))[0]
     folder, name = ("rows", "windows", "snapshots")[kind], key.hex()
     return root / folder / name[:2] / f"{name}.safetensors"
+
+
+class Parts(NamedTuple):
+    """What an image is made of."""
+
+    meta: Meta
+    specs: list[Spec]
+    tensors: dict[str, np.ndarray]
+
+
+def parts_of(root: Path, row: int) -> Parts:
+    data = np.frombuffer(bytearray(file_of(root, row).read_bytes()), np.uint8)
+    table = json.loads(bytes(data[8 : 8 + int(data[:8].view("<u8")[0])]))
+    del table["__metadata__"]
+    specs = [Spec(name, said["dtype"], tuple(said["shape"])) for name, said in table.items()]
+    meta, tensors = Image(data).header()
+    return Parts(meta, specs, tensors)
+
+
+def put_image(root: Path, row: int, parts: Parts) -> None:
+    """Put another image into the file of a row, and say so in the index. Zeros take the place of tensors that don't fit."""
+    draft = Blueprint(parts.meta, parts.specs).draft()
+    for name, array in draft.tensors.items():
+        given = parts.tensors.get(name)
+        array[...] = given if given is not None and given.shape == array.shape else 0
+    image, path = draft.seal(), file_of(root, row)
+    path.write_bytes(image.data.tobytes())
+    values = [image.checksum, image.nbytes, path.stat().st_blocks * 512, row]
+    execute(root, ("UPDATE image SET checksum = ?, nbytes = ?, disk = ? WHERE id = ?", values))
 
 
 def rows_of(root: Path, model: str, kind: int = 0) -> list[int]:

@@ -4,10 +4,9 @@ an error out of a fetch or a store, nor other shapes.
 
 from __future__ import annotations
 
-import json
 import random
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import mlx.core as mx
@@ -17,12 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefixcache import PrefixCache
-from prefixcache.image_format import DTYPES, Blueprint, Image, Spec
+from prefixcache.image_format import DTYPES, Spec
 from tests.models import states
 from tests.models.transforming import Tiny, prompt, tiny
 
-from .directories import copy, execute, file_of, remove, rows_of, settled
+from .directories import Parts, copy, parts_of, put_image, remove, rows_of, settled
 
+Change = Callable[[dict[str, np.ndarray]], dict[str, np.ndarray | None]]
 TOKENS = prompt(700, 0)
 LENGTH = len(TOKENS)
 NAMES = {dtype.newbyteorder("="): name for name, dtype in DTYPES.items() if name != "BF16"}
@@ -63,39 +63,18 @@ def opened(root: Path) -> PrefixCache:
     )
 
 
-def changed(root: Path, model: Tiny, block: int, change) -> None:
-    """Change the tensors of a block's rows image, seal it, and say so in the index."""
+def changed(root: Path, model: Tiny, block: int, change: Change) -> None:
+    """Change tensors of a block's rows image, seal it, and say so in the index. Those that are None then are left out."""
     row = rows_of(root, model.identity)[block]
-    path = file_of(root, row)
-    image = Image(np.frombuffer(bytearray(path.read_bytes()), np.uint8))
-    meta, tensors = image.header()
-    kinds = {name: said.dtype for name, said in specs_of(image).items()}
+    meta, specs, tensors = parts_of(root, row)
+    dtypes = {spec.name: spec.dtype for spec in specs}
     tensors = {name: array.copy() for name, array in tensors.items()}
-    tensors = change(tensors) or tensors
+    tensors = {name: array for name, array in {**tensors, **change(tensors)}.items() if array is not None}
     specs = [
-        Spec(name, kinds[name] if DTYPES[kinds[name]] == array.dtype else NAMES[array.dtype], array.shape)
+        Spec(name, dtypes[name] if DTYPES[dtypes[name]] == array.dtype else NAMES[array.dtype], array.shape)
         for name, array in tensors.items()
     ]
-    draft = Blueprint(meta, specs).draft()
-    for name, array in draft.tensors.items():
-        array[...] = tensors[name]
-    sealed = draft.seal()
-    path.write_bytes(sealed.data.tobytes())
-    execute(
-        root,
-        (
-            "UPDATE image SET checksum = ?, nbytes = ?, disk = ? WHERE id = ?",
-            [sealed.checksum, sealed.nbytes, path.stat().st_blocks * 512, row],
-        ),
-    )
-
-
-def specs_of(image: Image) -> dict[str, Spec]:
-    end = 8 + int(image.data[:8].view("<u8")[0])
-    table = json.loads(bytes(image.data[8:end]))
-    return {
-        name: Spec(name, said["dtype"], tuple(said["shape"])) for name, said in table.items() if name != "__metadata__"
-    }
+    put_image(root, row, Parts(meta, specs, tensors))
 
 
 # -- changes -------------------------------------------------------------------------------------------------------------
@@ -107,125 +86,52 @@ def words_of(heads: np.ndarray) -> np.ndarray:
     return (heads & 4095).astype(int)
 
 
-def more_words(tensors):
-    tensors["z0.heads"][ROW] += 3
+def with_head(heads: np.ndarray, change: Callable[[int], int]) -> np.ndarray:
+    return np.concatenate([heads[:ROW], [change(int(heads[ROW]))], heads[ROW + 1 :]]).astype("<u2")
 
 
-def more_words_that_are_there(tensors):
-    tensors["z0.heads"][ROW] += 3
-    tensors["z0.words"] = np.append(tensors["z0.words"], np.zeros(3, "<u2"))
+def random_words(seed: int, count: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 1 << 16, count).astype("<u2")
 
 
-def fewer_words(tensors):
-    tensors["z0.words"] = tensors["z0.words"][:-3]
-
-
-def no_words(tensors):
-    tensors["z0.words"] = tensors["z0.words"][:0]
-
-
-def one_word_a_row(tensors):
-    tensors["z0.heads"][:] = 7 << 12 | 1
-    tensors["z0.words"] = tensors["z0.words"][: len(tensors["z0.heads"])]
-
-
-def rows_of_zeros(tensors):
-    tensors["z0.heads"][:] = 7 << 12
-    tensors["z0.words"] = tensors["z0.words"][:0]
-
-
-def rows_as_they_are(tensors):
-    heads = tensors["z0.heads"]
-    heads[:] = 0xFFFF
-    tensors["z0.words"] = np.random.default_rng(0).integers(0, 1 << 16, len(heads) * 256, "<u2")
-
-
-def a_row_as_it_is_without_its_bits(tensors):
-    tensors["z0.heads"][ROW] = 0xFFFF
-
-
-def random_words(tensors):
-    tensors["z0.words"][:] = np.random.default_rng(1).integers(0, 1 << 16, len(tensors["z0.words"]))
-
-
-def zero_words(tensors):
-    tensors["z0.words"][:] = 0
-
-
-def rotated_words(tensors):
-    tensors["z0.words"] = np.roll(tensors["z0.words"], 1)
-
-
-def another_gain(tensors):
-    tensors["z0.heads"][ROW] ^= 1 << 12
-
-
-def swapped_groups(tensors):
-    return {
-        ("z1" if name[:2] == "z0" else "z0" if name[:2] == "z1" else name[:2]) + name[2:]: array
-        for name, array in tensors.items()
-    }
-
-
-def swapped_words(tensors):
-    tensors["z0.words"], tensors["z1.words"] = tensors["z1.words"], tensors["z0.words"]
-
-
-def infinite_offsets(tensors):
-    tensors["z0.offset_steps"][:] = 0x7F80
-
-
-def offsets_that_are_no_numbers(tensors):
-    tensors["z0.offset_steps"][3] = 0x7FC1
-
-
-def largest_offsets(tensors):
-    tensors["z0.offset_steps"][:] = 0x7F7F
-    tensors["z0.offsets"][:] = 0
-
-
-def offsets_of_another_shape(tensors):
-    tensors["z0.offsets"] = tensors["z0.offsets"][:-1]
-
-
-def words_of_another_kind(tensors):
-    tensors["z0.words"] = tensors["z0.words"].view("<i2")
-
-
-def heads_of_fewer_rows(tensors):
-    kept = tensors["z0.heads"][:-1]
-    tensors["z0.heads"], tensors["z0.words"] = kept, tensors["z0.words"][: words_of(kept).sum()]
-
-
-def heads_in_two_dimensions(tensors):
-    tensors["z0.heads"] = tensors["z0.heads"].reshape(2, -1)
-
-
-def without_a_group(tensors):
-    return {name: array for name, array in tensors.items() if not name.startswith("z1")}
-
-
-MISS = [  # refused when it is read, or found when it is decoded
-    more_words,
-    more_words_that_are_there,
-    fewer_words,
-    no_words,
-    one_word_a_row,
-    a_row_as_it_is_without_its_bits,
-    random_words,
-    zero_words,
-    rotated_words,
-    swapped_words,
-    infinite_offsets,
-    offsets_that_are_no_numbers,
-    offsets_of_another_shape,
-    words_of_another_kind,
-    heads_of_fewer_rows,
-    heads_in_two_dimensions,
-    without_a_group,
-]
-OTHER_NUMBERS = [rows_of_zeros, rows_as_they_are, largest_offsets]  # whoever writes the directory can write any
-EITHER = [another_gain, swapped_groups]
+HEADS, WORDS, STEPS, OFFSETS = "z0.heads", "z0.words", "z0.offset_steps", "z0.offsets"
+MISS: dict[str, Change] = {  # refused when it is read, or found when it is decoded
+    "more words": lambda t: {HEADS: with_head(t[HEADS], lambda head: head + 3)},
+    "more words that are there": lambda t: {
+        HEADS: with_head(t[HEADS], lambda head: head + 3),
+        WORDS: np.append(t[WORDS], np.zeros(3, "<u2")),
+    },
+    "fewer words": lambda t: {WORDS: t[WORDS][:-3]},
+    "no words": lambda t: {WORDS: t[WORDS][:0]},
+    "one word a row": lambda t: {HEADS: np.full_like(t[HEADS], 7 << 12 | 1), WORDS: t[WORDS][: len(t[HEADS])]},
+    "a row as it is without its bits": lambda t: {HEADS: with_head(t[HEADS], lambda head: 0xFFFF)},
+    "random words": lambda t: {WORDS: random_words(1, len(t[WORDS]))},
+    "zero words": lambda t: {WORDS: np.zeros_like(t[WORDS])},
+    "rotated words": lambda t: {WORDS: np.roll(t[WORDS], 1)},
+    "swapped words": lambda t: {WORDS: t["z1.words"], "z1.words": t[WORDS]},
+    "infinite offsets": lambda t: {STEPS: np.full_like(t[STEPS], 0x7F80)},
+    "offsets that are no numbers": lambda t: {
+        STEPS: np.where(np.arange(len(t[STEPS])) == 3, np.uint16(0x7FC1), t[STEPS])
+    },
+    "offsets of another shape": lambda t: {OFFSETS: t[OFFSETS][:-1]},
+    "words of another kind": lambda t: {WORDS: t[WORDS].view("<i2")},
+    "heads of fewer rows": lambda t: {HEADS: t[HEADS][:-1], WORDS: t[WORDS][: words_of(t[HEADS][:-1]).sum()]},
+    "heads in two dimensions": lambda t: {HEADS: t[HEADS].reshape(2, -1)},
+    "without a group": lambda t: dict.fromkeys(name for name in t if name.startswith("z1")),
+}
+OTHER_NUMBERS: dict[str, Change] = {  # whoever writes the directory can write any
+    "rows of zeros": lambda t: {HEADS: np.full_like(t[HEADS], 7 << 12), WORDS: t[WORDS][:0]},
+    "rows as they are": lambda t: {HEADS: np.full_like(t[HEADS], 0xFFFF), WORDS: random_words(0, len(t[HEADS]) * 256)},
+    "largest offsets": lambda t: {STEPS: np.full_like(t[STEPS], 0x7F7F), OFFSETS: np.zeros_like(t[OFFSETS])},
+}
+EITHER: dict[str, Change] = {
+    "another gain": lambda t: {HEADS: with_head(t[HEADS], lambda head: head ^ 1 << 12)},
+    "swapped groups": lambda t: {
+        {"z0": "z1", "z1": "z0"}[name[:2]] + name[2:]: t[name] for name in t if name[0] == "z"
+    },
+}
+CHANGES = {**MISS, **OTHER_NUMBERS, **EITHER}
+FEW = ("more words that are there", "random words", "infinite offsets")
 
 
 def depth(
@@ -265,9 +171,9 @@ def restored(cache: PrefixCache, model: Tiny, root: Path) -> None:
 
 
 @pytest.mark.parametrize("block", [0, 1])
-@pytest.mark.parametrize("change", MISS, ids=lambda change: change.__name__)
+@pytest.mark.parametrize("change", MISS)
 def test_what_cannot_be_decoded_is_a_miss_that_is_counted_and_can_be_stored_anew(root, model, change, block):
-    changed(root, model, block, change)
+    changed(root, model, block, CHANGES[change])
     with opened(root) as cache:
         assert depth(cache, model, promote=True) == 256 * block
         assert cache.stats().counters.corrupt == 1
@@ -277,9 +183,9 @@ def test_what_cannot_be_decoded_is_a_miss_that_is_counted_and_can_be_stored_anew
         assert cache.stats().counters.corrupt == 1
 
 
-@pytest.mark.parametrize("change", [*OTHER_NUMBERS, *EITHER], ids=lambda change: change.__name__)
+@pytest.mark.parametrize("change", [*OTHER_NUMBERS, *EITHER])
 def test_what_can_be_decoded_has_the_right_shapes(root, model, change):
-    changed(root, model, 1, change)
+    changed(root, model, 1, CHANGES[change])
     with opened(root) as cache:
         wanted = {LENGTH} if change in OTHER_NUMBERS else {256, LENGTH}
         assert depth(cache, model, promote=True) in wanted
@@ -287,19 +193,19 @@ def test_what_can_be_decoded_has_the_right_shapes(root, model, change):
         assert states.compressed(cache, TOKENS, model=model.identity)[0] is not None
 
 
-@pytest.mark.parametrize("change", [more_words_that_are_there, random_words, infinite_offsets])
+@pytest.mark.parametrize("change", FEW)
 @pytest.mark.parametrize("whole_blocks", [False, True])
 def test_every_fetch_takes_damage_for_a_miss(root, model, change, whole_blocks):
-    changed(root, model, 1, change)
+    changed(root, model, 1, CHANGES[change])
     with opened(root) as cache:
         assert cache.promote(TOKENS, model=model.identity).result(30) == LENGTH
         assert depth(cache, model, whole_blocks=whole_blocks) == 256
         assert cache.stats().counters.corrupt == 1
 
 
-@pytest.mark.parametrize("change", [more_words_that_are_there, random_words, infinite_offsets])
+@pytest.mark.parametrize("change", FEW)
 def test_a_lookup_says_which_block_is_damaged_and_a_fetch_deletes_it(root, model, change):
-    changed(root, model, 1, change)
+    changed(root, model, 1, CHANGES[change])
     with opened(root) as cache:
         cache.promote(TOKENS, model=model.identity).result(30)
         found = cache.lookup(TOKENS, model=model.identity)
@@ -312,9 +218,9 @@ def test_a_lookup_says_which_block_is_damaged_and_a_fetch_deletes_it(root, model
 
 
 @pytest.mark.parametrize("write_back", [False, True])
-@pytest.mark.parametrize("change", [more_words_that_are_there, random_words, infinite_offsets])
+@pytest.mark.parametrize("change", FEW)
 def test_damaged_codes_are_not_taken_over_by_a_prompt_that_shares_them(root, model, change, write_back):
-    changed(root, model, 0, change)
+    changed(root, model, 0, CHANGES[change])
     other = TOKENS[:200] + prompt(400, 5)
     with opened(root) as cache:
         cache.promote(TOKENS, model=model.identity).result(30)
@@ -356,6 +262,7 @@ def test_any_change_of_coded_rows_is_a_miss_or_other_numbers(transformed, copies
                 heads[heads >> 12 == 15] = 7 << 12
                 wanted = int(words_of(heads).sum())
                 tensors[f"{group}.words"] = np.resize(tensors[f"{group}.words"], wanted)
+        return tensors
 
     root = copy(transformed, copies) / "ssd"
     try:

@@ -88,7 +88,7 @@ LOCK_TEXT = b"pid 12\nhost a\nsince 2026-01-01T00:00:00Z\nformat 1\n"
 
 def image(data: bytes) -> None:
     """`examine`, of the bytes as they are and with the checksum that they ought to have."""
-    for array in (np.frombuffer(bytearray(data), np.uint8), _sealed(data)):
+    for array in (np.frombuffer(bytearray(data), np.uint8), sealed_anew(data)):
         try:
             examine(array)
         except ImageError:
@@ -100,7 +100,8 @@ def image(data: bytes) -> None:
             tensor.tobytes()
 
 
-def _sealed(data: bytes) -> np.ndarray:
+def sealed_anew(data: bytes) -> np.ndarray:
+    """The bytes with the checksum that they ought to have, where there is a place for one."""
     array = np.frombuffer(bytearray(data), np.uint8)
     if array.nbytes >= images._CHECKSUM.stop:
         array[images._CHECKSUM] = np.frombuffer(images._digest(array).encode(), np.uint8)
@@ -110,7 +111,7 @@ def _sealed(data: bytes) -> np.ndarray:
 def header(data: bytes) -> None:
     """A file's own word, as `reconcile` takes it in; and what is taken in can be read, or is found to be damaged."""
     path = scratch() / "image"
-    for content in (data, _sealed(data).tobytes()):
+    for content in (data, sealed_anew(data).tobytes()):
         path.write_bytes(content)
         try:
             entry, namespace = from_header(read_header(str(path)), 5)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from prefixcache import image_format
 from prefixcache.image_format import DTYPES, Blueprint, Image, ImageError, Meta, Spec, examine
+from tests.fuzz.targets import sealed_anew
 
 META = {
     "checksum": "0" * 32,
@@ -32,17 +33,9 @@ META = {
 BEYOND = 2**63
 
 
-def reseal(data: bytes) -> np.ndarray:
-    """The bytes with the checksum that they ought to have, where there is a place for one."""
-    array = np.frombuffer(bytearray(data), np.uint8)
-    if array.nbytes >= image_format._CHECKSUM.stop:
-        array[image_format._CHECKSUM] = np.frombuffer(image_format._digest(array).encode(), np.uint8)
-    return array
-
-
 def forged(header: bytes | str, body: bytes = b"") -> np.ndarray:
     header = header.encode("utf-8", "surrogatepass") if isinstance(header, str) else header
-    return reseal(len(header).to_bytes(8, "little") + header + body)
+    return sealed_anew(len(header).to_bytes(8, "little") + header + body)
 
 
 def text(tensors, **meta) -> str:
@@ -228,7 +221,7 @@ def test_a_header_of_a_hostile_length_takes_no_memory(claim):
     tracemalloc.start()
     try:
         with pytest.raises(ImageError):
-            examine(reseal(data.tobytes()))
+            examine(sealed_anew(data.tobytes()))
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
         tracemalloc.stop()
@@ -267,7 +260,7 @@ def test_any_few_bytes_are_an_image_error():
 @example(b"")
 def test_random_bytes_are_an_image_error(data):
     assert not readable(np.frombuffer(bytearray(data), np.uint8))
-    assert not readable(reseal(data))
+    assert not readable(sealed_anew(data))
 
 
 @given(st.binary(max_size=300))
@@ -329,7 +322,7 @@ def test_bytes_changed_and_sealed_anew_are_refused_or_readable(changes):
     data = bytearray(base())
     for at, value in changes:
         data[at % len(data)] = value
-    readable(reseal(bytes(data)))
+    readable(sealed_anew(bytes(data)))
 
 
 @given(st.integers(0, 10**6), st.integers(0, 30), st.binary(max_size=30))
@@ -337,7 +330,7 @@ def test_stretches_replaced_and_sealed_anew_are_refused_or_readable(at, length, 
     data = base()
     at %= len(data)
     spliced = data[:at] + new + data[at + length :]
-    readable(reseal(spliced))
+    readable(sealed_anew(spliced))
     header = spliced[8:]  # with a length that fits, so that the header is reached
     readable(forged(header[: header.rfind(b"}") + 1], header[header.rfind(b"}") + 1 :]))
 

@@ -329,6 +329,11 @@ HOSTILE = [
     b"[" * 100_000,
     b"[]",
     b"{}",
+    b"null",
+    b"9" * 100_000,
+    b'{"__metadata__":null}',
+    b'{"__metadata__":{}}',
+    b'{"__metadata__":' * 100_000,
     b'{"__metadata__":{"format":1}}',
     b'{"__metadata__":{"format":"3","kind":"rows","start":"0","checksum":"%s"},"x":1}' % (b"0" * 32),
     b'{"\xff":1}',
@@ -346,7 +351,22 @@ def lying_headers():
         for lie in ("", "\ud800", "x" * 5000, "../../etc", "-1", "9" * 30, "9" * 6000, None, 7, [], {}, "\u0663"):
             yield json.dumps({**told, "__metadata__": {**told["__metadata__"], name: lie}}).encode(), data[end:]
     for name in ("dtype", "shape", "data_offsets"):
-        for lie in (None, 7, "F99", [], {}, [-1], [2**70], [2**35], [True], ["1"], [256, 1], [[]]):
+        for lie in (
+            None,
+            7,
+            "F99",
+            [],
+            {},
+            [-1],
+            [2**70],
+            [2**35],
+            [True],
+            ["1"],
+            [256, 1],
+            [[]],
+            [9] * 10**6,
+            [2**39] * 33,
+        ):
             yield json.dumps({**told, "tokens": {**tokens, name: lie}}).encode(), data[end:]
 
 
