@@ -83,8 +83,7 @@ def test_once_it_is_there_what_it_has_is_hit_and_what_ram_has_is_written(opened,
     assert fetched(cache, 10) == 600
     put(cache, 20)
     assert cache.flush(20)
-    cache.check_integrity()
-    cache._ssd.check_integrity()
+    states.check_integrity(cache)
     cache.close()
     again = opened(ssd_dir=disk / "ssd")
     for seed in (*range(5), *range(10, 15), 20):

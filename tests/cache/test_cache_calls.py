@@ -44,9 +44,9 @@ def test_many_threads_at_once(opened):
             else:
                 cache.pin(tokens, model="m")
                 cache.unpin(tokens, model="m")
-            held = cache._storage.budget.held()
-            if held.total > cache._storage.budget.limit:
-                over.append(held)
+            stats = cache.stats()
+            if stats.ram_held > stats.ram_limit:
+                over.append(stats)
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(work, range(8)))

@@ -50,9 +50,8 @@ def settled(cache: PrefixCache, root: Path) -> None:
     """Nothing is left of the trouble: no debris, no byte unaccounted for, nothing to repair."""
     until(lambda: cache.flush(5))
     assert not list((root / "tmp").iterdir())
-    cache.check_integrity()
-    cache._ssd.check_integrity()
-    assert cache._ssd._opened.ledger.held().real == du(root)
+    states.check_integrity(cache)
+    assert cache.stats().ssd.disk == du(root)
     assert cache.stats().ssd.queued_bytes == cache.stats().ram_queued == 0
 
 
@@ -174,7 +173,7 @@ def test_a_quota_that_no_look_at_the_disk_shows_costs_the_oldest_images_and_no_e
         put(cache, seed)
         until(lambda: cache.flush(5))
     assert cache.stats().ssd.errors == 0
-    cache._ssd.check_integrity()
+    states.check_integrity(cache)
     cache.close()
     holds(opened(), newest=range(50, 60))
 
@@ -220,7 +219,7 @@ def test_a_closing_on_a_full_disk_ends_and_the_next_opening_finds_what_was_durab
     cache.close()
     mount("-o", "remount,size=30m", disk)
     again = opened(ssd_dir=disk / "ssd")
-    again._ssd.check_integrity()
+    states.check_integrity(again)
     for seed in range(45, 50):  # the newest, in the place of what was there
         assert again.promote(prompt(seed), model="m").result(20) == fetched(again, seed) == 600
 
@@ -344,7 +343,7 @@ def test_a_closing_on_a_stalled_disk_ends_and_the_directory_is_free_when_the_dis
                 opened()
     until(lambda: not holder(Directory(cache.settings.ssd_dir)))
     again = opened()
-    again._ssd.check_integrity()
+    states.check_integrity(again)
     assert again.promote(prompt(3), model="m").result(20) == 600
 
 
@@ -695,7 +694,7 @@ def test_on_a_full_disk_what_is_to_leave_leaves(opened, disk, order):
     ballast.unlink()
     cache.close()
     again = opened(ssd_dir=disk / "ssd", **({"ssd": before // 2} if order == "resize" else {}))
-    again._ssd.check_integrity()
+    states.check_integrity(again)
     assert again.promote(prompt(60), model="m").result(20) == 600
 
 

@@ -91,8 +91,7 @@ def check_serves(folder: Path, salt: bytes) -> None:
             assert rest == []
             states.check(found, PROMPT)
             assert cache.flush(30)
-            cache.check_integrity()
-            cache._ssd.check_integrity()
+            states.check_integrity(cache)
     assert reconcile(folder, dry_run=True, deep=True).clean
 
 
@@ -130,7 +129,7 @@ def test_one_whose_layers_cannot_be_made_is_replaced_too(made, monkeypatch):
             patch.undo()
             assert cache.store(OTHER, states.sliceable(OTHER), model="m", salt=b"secret").tokens == len(OTHER)
             assert cache.flush(30)
-            cache._ssd.check_integrity()
+            states.check_integrity(cache)
             assert cache.stats().ssd.files == 3
     check_serves(forged, b"secret")
 

@@ -34,7 +34,7 @@ def check_all(root: Path) -> None:
                 assert list(rest) == []
                 kept.check(made, kept.tokens)
             assert cache.stats().counters.corrupt == 0
-            cache._ssd.check_integrity()
+            states.check_integrity(cache)
     assert reconcile(root, deep=True).clean
 
 
@@ -235,4 +235,4 @@ def test_what_the_index_says_of_a_files_size_on_the_disk_is_measured_where_it_is
     index.close()
     with open_on(root) as cache:
         assert cache.promote(prompt(1, 300), model="dense").result(20) == 300
-        cache._ssd.check_integrity()
+        states.check_integrity(cache)

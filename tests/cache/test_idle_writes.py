@@ -82,7 +82,7 @@ def test_a_kill_9_of_an_idle_cache_loses_tails_alone(tmp_path):
     assert child.wait(20) == -signal.SIGKILL
     child.stdout.close()
     with PrefixCache(ssd_dir=tmp_path / "ssd", ram="40MB", ssd="400MB", codec="raw") as cache:
-        cache._ssd.check_integrity()
+        states.check_integrity(cache)
         for seed in range(16):
             tokens = prompt(seed, 1000)
             depth = cache.promote(tokens, model="m").result(20)

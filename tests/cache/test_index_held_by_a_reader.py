@@ -53,7 +53,7 @@ def test_the_limit_holds_while_an_index_is_read_without_an_end_and_writing_goes_
             put(cache, seed)
         assert cache.flush(30)
         assert du(root) <= limit
-        cache._ssd.check_integrity()
+        states.check_integrity(cache)
     assert [text for text in asked if "checkpoint" in text]
     for at, text in enumerate(asked):
         assert "checkpoint" not in text or asked[at - 1] == "PRAGMA busy_timeout = 0"

@@ -117,7 +117,7 @@ def test_a_lower_ssd_limit_holds_once_the_writer_is_done(opened, tmp_path):
     assert cache.flush()
     assert du(tmp_path / "ssd") <= 800_000
     assert cache.stats().ssd.limit == 800_000
-    cache._ssd.check_integrity()
+    states.check_integrity(cache)
     put(cache, *range(50, 60))
     cache.flush()
     assert du(tmp_path / "ssd") <= 800_000
@@ -198,7 +198,7 @@ def test_limits_that_change_all_the_time_under_load_are_kept(opened):
         thread.join()
     assert not wrong, wrong
     assert cache.flush()
-    cache._ssd.check_integrity()
+    states.check_integrity(cache)
 
 
 @pytest.mark.parametrize(
@@ -400,4 +400,4 @@ def test_a_clock_that_goes_backwards_costs_nothing(opened, monkeypatch):
     assert exact(again, 39)
     put(again, 77)
     again.flush()
-    again._ssd.check_integrity()
+    states.check_integrity(again)

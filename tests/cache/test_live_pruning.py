@@ -74,7 +74,7 @@ def test_times_of_use_survive_a_restart(tmp_path, clock):
         cache.prune(used_before=time.time() - 1.5 * HOUR)
         assert [depth(cache, tokens_of(name)) for name in range(3)] == [0, 0, 600]
         cache.flush(30)
-        cache._ssd.check_integrity()
+        states.check_integrity(cache)
 
 
 def test_a_tenant_is_cleared_in_every_tier_and_its_pins_end(options):

@@ -201,7 +201,7 @@ def test_a_fork_that_ends_by_exit_neither_closes_nor_changes_the_parents_directo
         assert os.waitpid(pid, 0)[1] == 0
         cache.store(LONG + [5] * 300, states.sliceable(LONG + [5] * 300), model='m')
         assert cache.flush()
-        cache._ssd.check_integrity()
+        states.check_integrity(cache)
         cache.close()
         print('fine')
     """
@@ -241,7 +241,7 @@ def test_a_program_that_ends_while_threads_store_ends(tmp_path):
     ended.communicate(timeout=60)
     assert ended.returncode == 0
     with open_on(tmp_path) as cache:
-        cache._ssd.check_integrity()
+        states.check_integrity(cache)
         assert cache.stats().ssd.files > 0
 
 
@@ -264,8 +264,8 @@ def test_a_signal_during_close_leaves_what_was_durable_and_no_debris(tmp_path, n
     assert other.returncode in (0, 1, -number)
     assert err == "" or "KeyboardInterrupt" in err
     with open_on(tmp_path) as cache:
-        cache._ssd.check_integrity()
-        assert cache._ssd._opened.ledger.held().real == du(tmp_path)
+        states.check_integrity(cache)
+        assert cache.stats().ssd.disk == du(tmp_path)
         for n in range(10):
             assert exact(cache, [n * 1000 + i for i in range(600)])
     assert not list((tmp_path / "tmp").iterdir())
@@ -332,8 +332,7 @@ def test_sixteen_threads_that_do_everything_at_once_break_no_invariant(tmp_path)
         thread.join()
     assert not wrong, wrong
     cache.flush()
-    cache.check_integrity()
-    cache._ssd.check_integrity()
+    states.check_integrity(cache)
     assert cache.stats().pinned == 0
     assert cache.stats().counters.corrupt == 0
     cache.close()

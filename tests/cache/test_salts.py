@@ -63,10 +63,10 @@ def test_sessions_with_a_salt_each_leave_nothing_behind_but_their_images(tmp_pat
             assert in_index == used
             assert os.stat(root / "index.db-wal").st_size <= cache._ssd._opened.ledger.log_allowance
         assert used < SESSIONS / 2  # most sessions' images have left
-        cache._ssd.check_integrity()
+        states.check_integrity(cache)
     with open_on(root, codec) as cache:
         assert kept(cache) >= used / 2
-        cache._ssd.check_integrity()
+        states.check_integrity(cache)
 
 
 def test_sessions_with_a_salt_each_keep_nearly_as_many_images_as_with_one(tmp_path):
@@ -92,6 +92,6 @@ def test_an_index_with_a_namespace_that_has_no_image_is_rebuilt(tmp_path):
         )
     assert namespaces(root) == (2, 1)
     with open_on(root, "raw") as cache:
-        cache._ssd.check_integrity()
+        states.check_integrity(cache)
         assert kept(cache) == 2
     assert namespaces(root) == (1, 1)

@@ -98,7 +98,7 @@ def test_salts_and_models_never_meet_when_keys_collide_at_eight_bits(tmp_path, n
                     hits += 1
         cache.check_integrity()
         cache.flush()
-        cache._ssd.check_integrity()
+        states.check_integrity(cache)
         cache.close()
     assert hits > 20
     assert len(narrow) > 5

@@ -74,7 +74,7 @@ def test_after_a_kill_9_whole_blocks_are_there(tmp_path, spill, depths):
     assert child.wait(20) == -signal.SIGKILL
     child.stdout.close()
     with PrefixCache(ssd_dir=tmp_path / "ssd", ram="40MB", ssd="40MB", codec="raw") as cache:
-        cache._ssd.check_integrity()
+        states.check_integrity(cache)
         for seed, depth in zip((1, 2, 3, 4), depths, strict=True):
             tokens = prompt(seed, 1000)
             assert cache.match(tokens, model="m").ssd == depth
@@ -175,7 +175,7 @@ def test_a_directory_that_vanished_is_written_anew(opened, tmp_path):
     until(lambda: cache.stats().images_on_ssd == 4)
     written(cache)
     assert cache.flush(5)
-    cache._ssd.check_integrity()
+    states.check_integrity(cache)
 
 
 def test_a_cleared_cache_writes_nothing_more(opened):

@@ -98,9 +98,7 @@ def depth(cache: PrefixCache, kept: Kept, leave: int = 0) -> int:
 def settled(cache: PrefixCache, root: Path) -> None:
     """AssertionError unless all is written and the account is what the disk holds."""
     assert cache.flush(30), cache.stats().ssd
-    assert cache._ssd is not None
-    cache._ssd.check_integrity()
-    cache.check_integrity()
+    states.check_integrity(cache)
     stats = cache.stats().ssd
     assert stats is not None
     assert stats.disk == du(root)

@@ -13,6 +13,7 @@ from prefixcache.ssd import clear, reconcile, survey
 from prefixcache.ssd.directory import TAG, Directory, mark_as_cache
 from prefixcache.store_fetch_remove.prune_directory import prune
 from prefixcache.store_fetch_remove.selection import Selection
+from tests.models import states
 
 from .directories import EXACT, PLAIN, depth, file_of, opened, reasons, rows_of, store, uncleanly
 
@@ -57,7 +58,7 @@ def test_three_starts_leave_them_alone_and_quarantine_nothing(root, how):
             (root / "index.db").unlink()
         with opened(root) as cache:
             assert [depth(cache, kept) for kept in EXACT] == [len(kept.tokens) for kept in EXACT]
-            cache._ssd.check_integrity()
+            states.check_integrity(cache)
             assert cache.stats().ssd.quarantined == 0
     assert reasons(root) == []
     assert [path for path in made if not path.exists()] == []
@@ -84,7 +85,7 @@ def test_they_come_while_it_runs(root):
         strew(root)
         store(cache, PLAIN._replace(tokens=[7 * i for i in range(900)]))
         assert cache.flush(20)
-        cache._ssd.check_integrity()
+        states.check_integrity(cache)
 
 
 def test_a_folder_that_only_the_system_has_looked_into_is_blank(tmp_path):
@@ -119,7 +120,7 @@ def test_a_folder_whose_last_image_is_deleted_goes_with_them_too(root):
         cache.clear()
         assert cache.flush(20)
         assert not any((root / "rows").iterdir())
-        cache._ssd.check_integrity()
+        states.check_integrity(cache)
 
 
 # -- what it marks itself with ----------------------------------------------------------------------------------------

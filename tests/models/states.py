@@ -236,3 +236,10 @@ def got(cache: PrefixCache, tokens: Sequence[int], **more: Any) -> int:
     if made is not None:
         check(made, tokens[:depth])
     return depth
+
+
+def check_integrity(cache: PrefixCache) -> None:
+    """AssertionError unless the cache and its directory are sound. Nothing may wait for the SSD."""
+    cache.check_integrity()
+    if cache._ssd is not None:
+        cache._ssd.check_integrity()
