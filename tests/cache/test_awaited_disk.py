@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from prefixcache import DirectoryHeld, PrefixCache
+from prefixcache import DirectoryHeld
 from prefixcache.ssd import awaited
 from prefixcache.ssd.awaited import why_absent
 from prefixcache.ssd.directory import Directory
@@ -16,7 +16,7 @@ from prefixcache.ssd.lock import Lock
 from prefixcache.tiers import idle
 from prefixcache.tiers.storage import Storage
 from tests.models import states
-from tests.models.states import prompt
+from tests.models.states import fetched, prompt, put_prompts
 from tests.waiting import until
 from tools.faults.evidence import du
 
@@ -29,23 +29,11 @@ def impatient(monkeypatch, tmp_path):
     monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")
 
 
-def put(cache: PrefixCache, *seeds: int, length: int = 600) -> None:
-    for seed in seeds:
-        cache.store(prompt(seed, length), states.sliceable(prompt(seed, length)), model="m")
-
-
-def fetched(cache: PrefixCache, seed: int, length: int = 600) -> int:
-    made, rest = cache.fetch(prompt(seed, length), model="m", leave=0)
-    if made is not None:
-        states.check(made, prompt(seed, length)[: length - len(rest)])
-    return length - len(rest)
-
-
 @pytest.fixture
 def disk(opened, tmp_path) -> Path:
     """The root of a disk that isn't mounted; what will be on it is in `plugged`: a cache with the prompts 0 to 4."""
     with opened(ssd_dir=tmp_path / "plugged" / "ssd") as cache:
-        put(cache, *range(5))
+        put_prompts(cache, *range(5))
     return tmp_path / "disk"
 
 
@@ -55,7 +43,7 @@ def plug_in(disk: Path) -> None:
 
 def test_ram_serves_until_the_disk_is_there_which_is_said_once(opened, disk, caplog):
     cache = opened(ssd_dir=disk / "ssd", ssd_missing="wait")
-    put(cache, *range(10, 15))
+    put_prompts(cache, *range(10, 15))
     assert not cache.flush()  # nothing is durable
     assert [fetched(cache, seed) for seed in range(10, 15)] == [600] * 5
     assert cache.promote(prompt(0), model="m").result(5) == 0
@@ -71,9 +59,9 @@ def test_ram_serves_until_the_disk_is_there_which_is_said_once(opened, disk, cap
 
 def test_once_it_is_there_what_it_has_is_hit_and_what_ram_has_is_written(opened, disk):
     cache = opened(ssd_dir=disk / "ssd", ssd_missing="wait")
-    put(cache, *range(10, 15))
-    put(cache, 1)  # as the disk has it
-    put(cache, 2, length=500)  # a part of what the disk has
+    put_prompts(cache, *range(10, 15))
+    put_prompts(cache, 1)  # as the disk has it
+    put_prompts(cache, 2, count=500)  # a part of what the disk has
     plug_in(disk)
     until(lambda: cache.stats().ssd)
     cache.check_integrity()
@@ -81,7 +69,7 @@ def test_once_it_is_there_what_it_has_is_hit_and_what_ram_has_is_written(opened,
     for seed in range(5):
         assert cache.promote(prompt(seed), model="m").result(20) == fetched(cache, seed) == 600
     assert fetched(cache, 10) == 600
-    put(cache, 20)
+    put_prompts(cache, 20)
     assert cache.flush(20)
     states.check_integrity(cache)
     cache.close()
@@ -93,7 +81,7 @@ def test_once_it_is_there_what_it_has_is_hit_and_what_ram_has_is_written(opened,
 def test_what_ram_got_meanwhile_is_written_while_nobody_asks(opened, disk, monkeypatch):
     monkeypatch.setattr(idle, "PERIOD", 0.02)
     cache = opened(ssd_dir=disk / "ssd", ssd_missing="wait", spill_idle="auto")
-    put(cache, 10)
+    put_prompts(cache, 10)
     plug_in(disk)
     until(lambda: cache.stats().counters.idle_bytes)
 
@@ -122,7 +110,7 @@ def test_what_ram_got_meanwhile_is_newer_than_what_the_disk_has(opened, disk):
         cache.flush()
     room = du(disk.parent / "plugged" / "ssd")
     cache = opened(ssd_dir=disk / "ssd", ssd_missing="wait", ssd=room + 300_000)
-    put(cache, *range(10, 15))
+    put_prompts(cache, *range(10, 15))
     plug_in(disk)
     until(lambda: cache.stats().ssd)
     assert cache.flush(20)
@@ -135,12 +123,12 @@ def test_what_ram_got_meanwhile_is_newer_than_what_the_disk_has(opened, disk):
 @pytest.mark.parametrize("policy", ["lru", "adaptive"])
 def test_a_ram_that_is_full_makes_room_for_the_index_of_the_disk(opened, disk, policy):
     cache = opened(ssd_dir=disk / "ssd", ssd_missing="wait", ram="800KB", policy=policy)
-    put(cache, *range(10, 40))
+    put_prompts(cache, *range(10, 40))
     plug_in(disk)
     until(lambda: cache.stats().ssd)
     cache.check_integrity()
     assert cache.promote(prompt(3), model="m").result(20) == fetched(cache, 3) == 600
-    put(cache, *range(50, 60))
+    put_prompts(cache, *range(50, 60))
     cache.flush(20)
     cache.check_integrity()
 
@@ -151,7 +139,7 @@ def test_a_directory_that_another_process_has_open_then_is_waited_for_too(opened
     plug_in(disk)
     until(lambda: "in use by" in caplog.text)
     assert cache.stats().ssd is None
-    put(cache, 10)
+    put_prompts(cache, 10)
     other.release()
     until(lambda: cache.stats().ssd)
     assert caplog.text.count("in use by") == 1
@@ -161,7 +149,7 @@ def test_a_directory_that_another_process_has_open_then_is_waited_for_too(opened
 
 def test_a_cache_that_waits_can_be_closed_and_makes_nothing_afterwards(opened, disk):
     cache = opened(ssd_dir=disk / "ssd", ssd_missing="wait")
-    put(cache, 10)
+    put_prompts(cache, 10)
     cache.close()
     disk.mkdir()
     assert not list(disk.iterdir())

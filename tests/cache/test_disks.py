@@ -19,7 +19,7 @@ from prefixcache.ssd import queue, reconcile
 from prefixcache.ssd.directory import Directory
 from prefixcache.ssd.lock import Lock, holder
 from tests.models import states
-from tests.models.states import prompt
+from tests.models.states import fetched, prompt, put_prompts
 from tests.waiting import until
 from tools.faults.evidence import du
 
@@ -31,19 +31,6 @@ def impatient(monkeypatch):
 
 
 CACHE = {"ram": "20MB", "ssd": "20MB", "close_timeout": 5, "memory_reserve": 0}
-
-
-def put(cache: PrefixCache, *seeds: int) -> None:
-    for seed in seeds:
-        cache.store(prompt(seed), states.sliceable(prompt(seed)), model="m")
-
-
-def fetched(cache: PrefixCache, seed: int) -> int:
-    """How deep RAM has it; checked."""
-    made, rest = cache.fetch(prompt(seed), model="m", leave=0)
-    if made is not None:
-        states.check(made, prompt(seed)[: 600 - len(rest)])
-    return 600 - len(rest)
 
 
 def settled(cache: PrefixCache, root: Path) -> None:
@@ -106,7 +93,7 @@ def test_a_limit_beyond_the_disk_is_said_and_the_newest_prompts_are_kept_above_t
     assert "ssd=200GB is more than its disk has room for beside ssd_reserve=2MB" in caplog.text
     with least_free(disk) as least:
         for seed in range(600):  # 27 MB
-            put(cache, seed)
+            put_prompts(cache, seed)
             if not seed % 10:
                 cache.flush(20)
         settled(cache, disk / "ssd")
@@ -122,12 +109,12 @@ def test_other_programs_files_have_the_oldest_images_deleted_and_their_end_gives
     mount("-o", "remount,size=20m", disk)
     cache = opened(ssd_dir=disk / "ssd", ram="1MB", ssd="10MB", ssd_reserve="4MB")
     for seed in range(100):
-        put(cache, seed)
+        put_prompts(cache, seed)
         assert cache.flush(20)
     (disk / "ballast").write_bytes(bytes(free(disk) - 1_000_000))
     until(lambda: free(disk) >= 4_000_000)  # nothing is stored meanwhile
     assert cache.stats().ssd.errors == 0
-    put(cache, 200)
+    put_prompts(cache, 200)
     settled(cache, disk / "ssd")
     assert free(disk) >= 4_000_000
     assert cache.promote(prompt(200), model="m").result(20) == 600
@@ -135,7 +122,7 @@ def test_other_programs_files_have_the_oldest_images_deleted_and_their_end_gives
     (disk / "ballast").unlink()
     until(lambda: cache.stats().ssd.limit == 10_000_000)
     for seed in range(300, 400):
-        put(cache, seed)
+        put_prompts(cache, seed)
         assert cache.flush(20)
     settled(cache, disk / "ssd")
     assert du(disk / "ssd") > 7_000_000
@@ -145,11 +132,11 @@ def test_a_disk_full_to_the_last_byte_gives_up_the_oldest_images_for_the_newest(
     mount("-o", "remount,size=5m", disk)
     cache = opened(ssd_dir=disk / "ssd", ram="600KB", ssd_reserve=0)
     for seed in range(40):
-        put(cache, seed)
+        put_prompts(cache, seed)
         assert cache.flush()
     fill(disk)
     for seed in range(50, 65):
-        put(cache, seed)
+        put_prompts(cache, seed)
         assert cache.flush()
     settled(cache, disk / "ssd")
     cache.close()
@@ -170,7 +157,7 @@ def test_a_quota_that_no_look_at_the_disk_shows_costs_the_oldest_images_and_no_e
 
     monkeypatch.setattr(os, "write", write)
     for seed in range(60):  # 5 MB
-        put(cache, seed)
+        put_prompts(cache, seed)
         until(lambda: cache.flush(5))
     assert cache.stats().ssd.errors == 0
     states.check_integrity(cache)
@@ -185,12 +172,13 @@ def test_a_disk_that_is_full_of_other_files_costs_no_answer_and_is_used_when_the
     ballast.unlink()
     cache = opened(ssd_dir=disk / "ssd")
     fill(disk)
-    put(cache, *range(30))  # 1.3 MB
+    put_prompts(cache, *range(30))  # 1.3 MB
     cache.flush()
     assert all(fetched(cache, seed) == 600 for seed in range(30))
     ballast.unlink()
     mount("-o", "remount,size=30m", disk)
-    put(cache, 50)
+    until(lambda: cache.stats().ssd.limit == 20_000_000)  # the writer has looked
+    put_prompts(cache, 50)
     settled(cache, disk / "ssd")
     cache.close()
     again = opened(ssd_dir=disk / "ssd")
@@ -202,20 +190,20 @@ def test_a_disk_that_is_full_of_other_files_costs_no_answer_and_is_used_when_the
 def test_a_full_disk_while_ram_must_let_go_loses_only_what_was_cold(opened, disk):
     cache = opened(ssd_dir=disk / "ssd", ram="600KB")
     for seed in range(40):
-        put(cache, seed)
+        put_prompts(cache, seed)
         assert fetched(cache, seed) > 0
         assert cache.stats().ram_held <= 600_000
     mount("-o", "remount,size=30m", disk)
-    put(cache, *range(100, 110))
+    put_prompts(cache, *range(100, 110))
     settled(cache, disk / "ssd")
     until(lambda: cache.promote(prompt(109), model="m").result(20) == 600)
 
 
 def test_a_closing_on_a_full_disk_ends_and_the_next_opening_finds_what_was_durable(opened, disk):
     cache = opened(ssd_dir=disk / "ssd")
-    put(cache, 1)
+    put_prompts(cache, 1)
     assert cache.flush()
-    put(cache, *range(10, 50))
+    put_prompts(cache, *range(10, 50))
     cache.close()
     mount("-o", "remount,size=30m", disk)
     again = opened(ssd_dir=disk / "ssd")
@@ -226,7 +214,7 @@ def test_a_closing_on_a_full_disk_ends_and_the_next_opening_finds_what_was_durab
 
 def test_a_directory_on_a_read_only_file_system_can_be_looked_at_but_not_opened(opened, disk):
     cache = opened(ssd_dir=disk / "ssd")
-    put(cache, 1)
+    put_prompts(cache, 1)
     cache.close()
     assert not mount("-o", "remount,ro", disk)
     with pytest.raises(DirectoryError, match="read-only"):
@@ -237,14 +225,14 @@ def test_a_directory_on_a_read_only_file_system_can_be_looked_at_but_not_opened(
 
 def test_a_directory_that_vanishes_is_recreated_and_ram_is_written_to_it(opened, tmp_path):
     cache = opened()
-    put(cache, *range(5))
+    put_prompts(cache, *range(5))
     assert cache.flush()
     shutil.rmtree(tmp_path / "ssd")
-    put(cache, 10, 11)
+    put_prompts(cache, 10, 11)
     until(lambda: cache.flush(5))
     assert all(fetched(cache, seed) == 600 for seed in (*range(5), 10, 11))
     for seed in range(20, 24):
-        put(cache, seed)
+        put_prompts(cache, seed)
         until(lambda: cache.flush(5))
     settled(cache, tmp_path / "ssd")
     cache.close()
@@ -254,14 +242,14 @@ def test_a_directory_that_vanishes_is_recreated_and_ram_is_written_to_it(opened,
 
 def test_what_vanished_with_the_directory_is_a_miss_and_can_be_stored_again(opened, tmp_path):
     cache = opened()
-    put(cache, *range(5))
+    put_prompts(cache, *range(5))
     assert cache.flush()
     cache.trim_to(0)
     shutil.rmtree(tmp_path / "ssd")
     for seed in range(5):
         assert cache.promote(prompt(seed), model="m").result(20) == 0
     cache.flush(5)
-    put(cache, *range(5))
+    put_prompts(cache, *range(5))
     until(lambda: cache.flush(5))
     cache.trim_to(0)
     for seed in range(5):
@@ -290,13 +278,13 @@ def stalled(monkeypatch, *calls: str) -> Iterator[None]:
 
 def test_a_stalled_disk_stalls_no_caller(opened, tmp_path, monkeypatch):
     cache = opened(ram="600KB", spill_queue="200KB")
-    put(cache, *range(6))
+    put_prompts(cache, *range(6))
     assert cache.flush()
     done = threading.Event()
 
     def serve() -> None:
         for seed in range(100, 130):
-            put(cache, seed)
+            put_prompts(cache, seed)
             assert fetched(cache, seed) > 0
             assert cache.match(prompt(seed), model="m").ram > 0
             stats = cache.stats()
@@ -314,12 +302,12 @@ def test_a_stalled_disk_stalls_no_caller(opened, tmp_path, monkeypatch):
 
 def test_promotions_that_a_disk_keeps_waiting_hold_up_nobody_and_end(opened, monkeypatch):
     cache = opened()
-    put(cache, *range(6))
+    put_prompts(cache, *range(6))
     assert cache.flush()
     cache.trim_to(0)
     with stalled(monkeypatch, "readv"):
         waiting = [cache.promote(prompt(seed), model="m") for seed in range(6)]
-        put(cache, 50)
+        put_prompts(cache, 50)
         assert fetched(cache, 50) == 600
         assert not any(future.done() for future in waiting)
     assert [future.result(20) for future in waiting] == [600] * 6
@@ -330,13 +318,13 @@ def test_promotions_that_a_disk_keeps_waiting_hold_up_nobody_and_end(opened, mon
 def test_a_closing_on_a_stalled_disk_ends_and_the_directory_is_free_when_the_disk_answers(opened, monkeypatch, reading):
     monkeypatch.setattr("prefixcache.ssd.tier.GRACE", 0.1)
     cache = opened(close_timeout=0.2)
-    put(cache, *range(6))
+    put_prompts(cache, *range(6))
     assert cache.flush(20)
     with stalled(monkeypatch, "readv" if reading else "fsync"):
         if reading:
             cache.trim_to(0)
             cache.promote(prompt(1), model="m")
-        put(cache, *range(10, 16))
+        put_prompts(cache, *range(10, 16))
         cache.close()
         if not reading:
             with pytest.raises(DirectoryHeld):
@@ -350,7 +338,7 @@ def test_a_closing_on_a_stalled_disk_ends_and_the_directory_is_free_when_the_dis
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.EMFILE])
 def test_any_error_of_the_disk_is_told_and_outlived(opened, tmp_path, monkeypatch, number, caplog):
     cache = opened()
-    put(cache, 1)
+    put_prompts(cache, 1)
     assert cache.flush()
     cache.trim_to(0)
     original = os.open
@@ -362,7 +350,7 @@ def test_any_error_of_the_disk_is_told_and_outlived(opened, tmp_path, monkeypatc
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", fail)
-        put(cache, 2, 3)
+        put_prompts(cache, 2, 3)
         assert not cache.flush(5)
         assert os.strerror(number) in cache.stats().ssd.last_error
         assert "resumes by itself" in caplog.text
@@ -375,7 +363,7 @@ def test_any_error_of_the_disk_is_told_and_outlived(opened, tmp_path, monkeypatc
 
 def test_a_flush_is_false_when_a_store_found_the_disk_failing_after_a_deletion_did(opened, monkeypatch):
     cache = opened()
-    put(cache, 1)
+    put_prompts(cache, 1)
     assert cache.flush()
     monkeypatch.setattr(queue, "FIRST_DELAY", 60.0)
     cache._ssd._queue._delay = 60.0
@@ -387,7 +375,7 @@ def test_a_flush_is_false_when_a_store_found_the_disk_failing_after_a_deletion_d
         patch.setattr(cache._ssd._opened.index, "find", fail)
         cache.remove(prompt(1), model="m")
         until(lambda: cache.stats().ssd.errors)
-    put(cache, 2)
+    put_prompts(cache, 2)
     assert not cache.flush(5)
     assert cache.flush(5)
     cache.close()
@@ -397,7 +385,7 @@ def test_a_flush_is_false_when_a_store_found_the_disk_failing_after_a_deletion_d
 
 def test_a_vanished_directory_that_can_t_be_recreated_at_once_is_later(opened, tmp_path, monkeypatch):
     cache = opened()
-    put(cache, 1)
+    put_prompts(cache, 1)
     assert cache.flush()
     shutil.rmtree(tmp_path / "ssd")
     with monkeypatch.context() as patch:
@@ -406,21 +394,21 @@ def test_a_vanished_directory_that_can_t_be_recreated_at_once_is_later(opened, t
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
         patch.setattr(os, "ftruncate", fail)  # LOCK can't be signed
-        put(cache, 2)
+        put_prompts(cache, 2)
         assert not cache.flush(2)
         assert cache.stats().ssd.errors
-    put(cache, 3)
+    put_prompts(cache, 3)
     settled(cache, tmp_path / "ssd")
     assert cache.stats().ssd.files > 0
 
 
 def test_a_disk_that_was_unmounted_is_waited_for_and_nothing_is_written_under_it(opened, disk):
     cache = opened(ssd_dir=disk / "ssd")
-    put(cache, 1)
+    put_prompts(cache, 1)
     assert cache.flush()
     subprocess.run(["umount", "--lazy", disk], check=True)
     try:
-        put(cache, 2)
+        put_prompts(cache, 2)
         assert not cache.flush(2)
         assert "not mounted" in cache.stats().ssd.last_error
         assert not list(disk.iterdir())
@@ -460,14 +448,14 @@ def open_on(device: int) -> list[str]:
 def test_a_disk_that_comes_back_under_another_number_is_taken_back(opened, disk, tmp_path, caplog):
     mount("-o", "remount,size=30m", disk)
     cache = opened(ssd_dir=disk / "ssd")
-    put(cache, *range(5))
+    put_prompts(cache, *range(5))
     assert cache.flush()
     device = disk.stat().st_dev
     with unplugged(disk, tmp_path / "aside"):
-        put(cache, 10)
+        put_prompts(cache, 10)
         assert not cache.flush(2)
         assert not list(disk.iterdir())
-    put(cache, 11)
+    put_prompts(cache, 11)
     settled(cache, disk / "ssd")
     assert "its disk is back" in caplog.text
     assert not open_on(device)
@@ -481,17 +469,17 @@ def test_a_disk_that_comes_back_under_another_number_is_taken_back(opened, disk,
 def test_a_disk_that_comes_back_and_is_used_by_another_process_is_left_to_it(opened, disk, tmp_path):
     mount("-o", "remount,size=30m", disk)
     cache = opened(ssd_dir=disk / "ssd")
-    put(cache, 1)
+    put_prompts(cache, 1)
     assert cache.flush()
     with unplugged(disk, tmp_path / "aside"):
-        put(cache, 2)
+        put_prompts(cache, 2)
         assert not cache.flush(2)
     other = Lock(Directory(disk / "ssd"))
-    put(cache, 3)
+    put_prompts(cache, 3)
     assert not cache.flush(2)
     until(lambda: "in use by" in cache.stats().ssd.last_error)
     other.release()
-    put(cache, 4)
+    put_prompts(cache, 4)
     settled(cache, disk / "ssd")
     cache.trim_to(0)
     assert cache.promote(prompt(4), model="m").result(20) == 600
@@ -501,7 +489,7 @@ def test_a_disk_that_comes_back_and_is_used_by_another_process_is_left_to_it(ope
 def test_another_disk_in_its_place_is_not_written_to(opened, disk, there):
     mount("-o", "remount,size=30m", disk)
     cache = opened(ssd_dir=disk / "ssd")
-    put(cache, 1)
+    put_prompts(cache, 1)
     assert cache.flush()
     subprocess.run(["umount", "--lazy", disk], check=True)
     mount("-t", "tmpfs", "none", disk)
@@ -509,7 +497,7 @@ def test_another_disk_in_its_place_is_not_written_to(opened, disk, there):
         (disk / "ssd").mkdir()
         (disk / "ssd" / ("note" if there == "a file" else "LOCK")).write_bytes(b"")
     before = sorted(disk.rglob("*"))
-    put(cache, 2)
+    put_prompts(cache, 2)
     assert not cache.flush(2)
     assert "not mounted" in cache.stats().ssd.last_error
     assert sorted(disk.rglob("*")) == before
@@ -521,11 +509,11 @@ def test_a_cache_s_directory_below_the_mount_point_is_not_taken_for_the_disk_s(o
     before = sorted(disk.rglob("*"))
     mount("-t", "tmpfs", "none", disk)
     cache = opened(ssd_dir=disk / "ssd")
-    put(cache, 1)
+    put_prompts(cache, 1)
     assert cache.flush()
     subprocess.run(["umount", "--lazy", disk], check=True)
     try:
-        put(cache, 2)
+        put_prompts(cache, 2)
         assert not cache.flush(2)
         assert "not mounted" in cache.stats().ssd.last_error
         assert sorted(disk.rglob("*")) == before
@@ -537,14 +525,14 @@ def test_a_cache_s_directory_below_the_mount_point_is_not_taken_for_the_disk_s(o
 def test_a_closing_without_the_disk_waits_for_nothing(opened, disk, tmp_path, back):
     """Counted in the waits that are asked for, not by the clock."""
     cache = opened(ssd_dir=disk / "ssd", close_timeout=600)
-    put(cache, 1)
+    put_prompts(cache, 1)
     assert cache.flush()
     ended = threading.Event()
     subprocess.run(["umount", "--lazy", disk], check=True)
     if back:
         mount("-t", "tmpfs", "none", disk)
     try:
-        put(cache, 2, 3)
+        put_prompts(cache, 2, 3)
         threading.Thread(target=lambda: (cache.close(), ended.set()), daemon=True).start()
         assert ended.wait(30)
     finally:
@@ -555,7 +543,7 @@ def test_a_closing_without_the_disk_waits_for_nothing(opened, disk, tmp_path, ba
 def test_a_lowered_budget_holds_once_a_slow_disk_has_taken_what_waited(opened, monkeypatch):
     cache = opened(ram="2MB", memory_reserve=0, spill_queue="1MB")
     with stalled(monkeypatch, "fsync"):
-        put(cache, *range(24))
+        put_prompts(cache, *range(24))
         cache.resize(ram="300KB", wait=0.1)
         assert cache.stats().ram_held > 300_000
     until(lambda: cache.stats().ram_held <= 300_000)
@@ -566,7 +554,7 @@ def test_a_closing_takes_no_more_than_its_time_and_the_grace(opened, monkeypatch
     """Counted in the waits that are asked for, not by the clock."""
     monkeypatch.setattr("prefixcache.ssd.tier.GRACE", 0.2)
     cache = opened(close_timeout=0.3)
-    put(cache, *range(6))
+    put_prompts(cache, *range(6))
     ended = threading.Event()
     with stalled(monkeypatch, "fsync"):
         threading.Thread(target=lambda: (cache.close(), ended.set()), daemon=True).start()
@@ -575,7 +563,7 @@ def test_a_closing_takes_no_more_than_its_time_and_the_grace(opened, monkeypatch
 
 def test_a_closing_on_a_full_disk_says_so(opened, monkeypatch, caplog):
     cache = opened(close_timeout=600)  # a failing disk is not waited for
-    put(cache, *range(6))
+    put_prompts(cache, *range(6))
 
     def fail(*args):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -593,7 +581,7 @@ def test_a_closing_on_a_full_disk_says_so(opened, monkeypatch, caplog):
 def test_a_closing_that_had_too_little_time_says_so(opened, monkeypatch, caplog):
     monkeypatch.setattr("prefixcache.ssd.tier.GRACE", 0.1)
     cache = opened(close_timeout=0.2)
-    put(cache, *range(6))
+    put_prompts(cache, *range(6))
     with stalled(monkeypatch, "fsync"):
         cache.close()
     said = [record.getMessage() for record in caplog.records if "only RAM has" in record.getMessage()]
@@ -605,7 +593,7 @@ def test_a_closing_that_had_too_little_time_says_so(opened, monkeypatch, caplog)
 def test_flushes_in_a_loop_neither_hammer_a_failing_disk_nor_flood_the_log(opened, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(queue, "FIRST_DELAY", 0.1)
     cache = opened()
-    put(cache, 1)
+    put_prompts(cache, 1)
     with monkeypatch.context() as patch:
 
         def fail(*args, **more):
@@ -624,7 +612,7 @@ def test_flushes_in_a_loop_neither_hammer_a_failing_disk_nor_flood_the_log(opene
 
 def test_where_no_thread_can_be_made_files_are_written_once_all_the_same(opened, tmp_path, monkeypatch):
     cache = opened()
-    put(cache, *range(6))
+    put_prompts(cache, *range(6))
     start = threading.Thread.start
 
     def refused(thread: threading.Thread) -> None:
@@ -651,7 +639,7 @@ def test_a_time_that_is_none_is_refused(opened, timeout):
 
 def test_any_length_of_time_can_be_waited_for(opened):
     cache = opened()
-    put(cache, 1)
+    put_prompts(cache, 1)
     assert cache.flush(10**400)
     assert cache.flush(float("inf"))
     with pytest.raises(ValueError, match="close_timeout"):
@@ -673,11 +661,11 @@ def fill(disk: Path) -> Path:
 def test_on_a_full_disk_what_is_to_leave_leaves(opened, disk, order):
     mount("-o", "remount,size=3m", disk)
     cache = opened(ssd_dir=disk / "ssd")
-    put(cache, *range(20))
+    put_prompts(cache, *range(20))
     assert cache.flush()
     before = du(disk / "ssd")
     ballast = fill(disk)
-    put(cache, 50)
+    put_prompts(cache, 50)
     assert cache.flush()  # the oldest images have made room
     if order == "resize":
         cache.resize(ssd=before // 2)
@@ -687,7 +675,7 @@ def test_on_a_full_disk_what_is_to_leave_leaves(opened, disk, order):
         cache.clear()
     until(lambda: du(disk / "ssd") < before * 2 // 3)
     until(lambda: cache.flush(5))
-    put(cache, 60)
+    put_prompts(cache, 60)
     settled(cache, disk / "ssd")
     if order == "resize":
         assert du(disk / "ssd") <= before // 2
@@ -701,12 +689,12 @@ def test_on_a_full_disk_what_is_to_leave_leaves(opened, disk, order):
 def test_a_prompt_that_is_removed_on_a_full_disk_makes_room_for_another(opened, disk):
     mount("-o", "remount,size=3m", disk)
     cache = opened(ssd_dir=disk / "ssd")
-    put(cache, *range(20))
+    put_prompts(cache, *range(20))
     assert cache.flush()
     fill(disk)
     for seed in range(20):
         assert cache.remove(prompt(seed), model="m")
     until(lambda: cache.flush(5))
-    put(cache, *range(30, 40))
+    put_prompts(cache, *range(30, 40))
     settled(cache, disk / "ssd")
     assert cache.stats().ssd.files

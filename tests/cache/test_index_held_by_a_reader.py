@@ -8,15 +8,10 @@ from __future__ import annotations
 from prefixcache import PrefixCache
 from prefixcache.ssd import queue
 from tests.models import states
-from tests.models.states import prompt
+from tests.models.states import put_prompts
 from tests.ssd.images import while_read
 from tests.waiting import until
 from tools.faults.evidence import du
-
-
-def put(cache: PrefixCache, seed: int) -> None:
-    tokens = prompt(seed)
-    cache.store(tokens, states.sliceable(tokens), model="m")
 
 
 def test_the_limit_holds_while_an_index_is_read_without_an_end_and_writing_goes_on_afterwards(tmp_path, monkeypatch):
@@ -39,18 +34,18 @@ def test_the_limit_holds_while_an_index_is_read_without_an_end_and_writing_goes_
 
         monkeypatch.setattr(type(index), "checkpoint", checkpoint)
         for seed in range(20):
-            put(cache, seed)
+            put_prompts(cache, seed)
         assert cache.flush(30)
         with while_read(root):
             for seed in range(100, 160):
-                put(cache, seed)
+                put_prompts(cache, seed)
                 cache.flush(0.05)
                 assert du(root) <= limit
             assert "fuser" in cache.stats().ssd.last_error
             assert cache.stats().images_on_ssd > 0
         until(lambda: cache.flush(5))
         for seed in range(200, 220):
-            put(cache, seed)
+            put_prompts(cache, seed)
         assert cache.flush(30)
         assert du(root) <= limit
         states.check_integrity(cache)

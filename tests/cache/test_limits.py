@@ -13,24 +13,11 @@ import pytest
 from prefixcache import PrefixCache, memory
 from prefixcache.tiers.memory_pressure import LEAST, Pressure
 from tests.models import states
-from tests.models.states import prompt
+from tests.models.states import exact, prompt, put_prompts
 from tests.waiting import until
 from tools.faults.evidence import du
 
 CACHE = {"ram": "2MB", "ssd": "20MB", "memory_reserve": 0}
-
-
-def put(cache: PrefixCache, *seeds: int, count: int = 600) -> None:
-    for seed in seeds:
-        cache.store(prompt(seed, count), states.sliceable(prompt(seed, count)), model="m")
-
-
-def exact(cache: PrefixCache, seed: int, count: int = 600) -> bool:
-    """Whether the prompt can be had whole, from either tier; it is then what was stored."""
-    if cache.promote(prompt(seed, count), model="m").result(20) < count:
-        return False
-    states.check(cache.fetch(prompt(seed, count), model="m", leave=0)[0], prompt(seed, count))
-    return True
 
 
 # -- by hand ----------------------------------------------------------------------------------------------------------
@@ -38,31 +25,31 @@ def exact(cache: PrefixCache, seed: int, count: int = 600) -> bool:
 
 def test_a_lower_ram_budget_holds_at_once_and_what_left_is_on_the_ssd(opened):
     cache = opened()
-    put(cache, *range(8))
+    put_prompts(cache, *range(8))
     assert cache.stats().ram_held > 500_000
     cache.resize(ram="200KB", wait=20)
     assert cache.stats().ram_held <= 200_000
     assert cache.stats().ram_limit == cache.stats().ram_configured == 200_000
-    assert all(exact(cache, seed) for seed in range(8))
+    assert all(exact(cache, prompt(seed)) for seed in range(8))
     assert cache.stats().counters.dropped == 0
     cache.check_integrity()
 
 
 def test_a_lower_ram_budget_without_an_ssd_keeps_the_hottest(opened):
     cache = opened(ssd_dir=None)
-    put(cache, *range(8))
+    put_prompts(cache, *range(8))
     cache.resize(ram="200KB")
     assert cache.stats().ram_held <= 200_000
-    assert exact(cache, 7)
+    assert exact(cache, prompt(7))
     assert cache.match(prompt(0), model="m").ram == 0
     cache.resize(ram="2MB")
-    put(cache, *range(6))
-    assert all(exact(cache, seed) for seed in range(6))
+    put_prompts(cache, *range(6))
+    assert all(exact(cache, prompt(seed)) for seed in range(6))
 
 
 def test_pinned_images_stay_and_the_limit_follows_when_they_go(opened):
     cache = opened(ssd_dir=None)
-    put(cache, 1)
+    put_prompts(cache, 1)
     cache.pin(prompt(1), model="m")
     held = cache.stats().ram_held
     cache.resize(ram=20_000)
@@ -77,7 +64,7 @@ def test_pinned_images_stay_and_the_limit_follows_when_they_go(opened):
 
 def test_a_budget_too_small_for_its_nodes_leaves_the_files_where_they_are(opened, tmp_path):
     cache = opened(ram="4MB")
-    put(cache, *range(30))
+    put_prompts(cache, *range(30))
     cache.flush()
     files = len(list((tmp_path / "ssd" / "rows").rglob("*.safetensors")))
     cache.resize(ram=60_000, wait=20)
@@ -86,31 +73,31 @@ def test_a_budget_too_small_for_its_nodes_leaves_the_files_where_they_are(opened
     cache.flush()
     assert len(list((tmp_path / "ssd" / "rows").rglob("*.safetensors"))) == files
     cache.resize(ram="2MB")
-    put(cache, 0)  # its file is there already
+    put_prompts(cache, 0)  # its file is there already
     cache.close()
     again = opened()
-    assert all(exact(again, seed) for seed in range(30))
+    assert all(exact(again, prompt(seed)) for seed in range(30))
 
 
 def test_what_was_out_of_reach_and_is_stored_again_is_not_deleted_for_the_limit(opened):
     cache = opened(ssd="2MB")
-    put(cache, *range(20))
+    put_prompts(cache, *range(20))
     cache.flush()
     cache.resize(ram=60_000, wait=20)  # most are out of reach now
     cache.resize(ram="2MB")
-    put(cache, 0, 1)
+    put_prompts(cache, 0, 1)
     cache.flush()
-    put(cache, *range(100, 140))  # the SSD is full: what is out of reach goes first
+    put_prompts(cache, *range(100, 140))  # the SSD is full: what is out of reach goes first
     cache.flush()
-    put(cache, 0)
+    put_prompts(cache, 0)
     cache.flush()
-    assert exact(cache, 0)
+    assert exact(cache, prompt(0))
     assert cache.stats().counters.corrupt == 0
 
 
 def test_a_lower_ssd_limit_holds_once_the_writer_is_done(opened, tmp_path):
     cache = opened()
-    put(cache, *range(30))
+    put_prompts(cache, *range(30))
     cache.flush()
     assert du(tmp_path / "ssd") > 1_000_000
     cache.resize(ssd="800KB")
@@ -118,15 +105,15 @@ def test_a_lower_ssd_limit_holds_once_the_writer_is_done(opened, tmp_path):
     assert du(tmp_path / "ssd") <= 800_000
     assert cache.stats().ssd.limit == 800_000
     states.check_integrity(cache)
-    put(cache, *range(50, 60))
+    put_prompts(cache, *range(50, 60))
     cache.flush()
     assert du(tmp_path / "ssd") <= 800_000
-    assert exact(cache, 59)
+    assert exact(cache, prompt(59))
 
 
 def test_what_was_pinned_when_the_ssd_limit_fell_leaves_when_it_is_let_go(opened, tmp_path):
     cache = opened(ram="4MB")
-    put(cache, *range(30))
+    put_prompts(cache, *range(30))
     for seed in range(30):
         cache.pin(prompt(seed), model="m")
     cache.flush()
@@ -156,13 +143,13 @@ def test_a_prompt_larger_than_the_ssd_is_written_once_and_keeps_its_leading_part
 
 def test_a_higher_ssd_limit_is_used(opened, tmp_path):
     cache = opened(ssd="400KB")
-    put(cache, *range(10))
+    put_prompts(cache, *range(10))
     cache.flush()
     assert du(tmp_path / "ssd") <= 400_000
     cache.resize(ssd="20MB")
-    put(cache, *range(100, 110))
+    put_prompts(cache, *range(100, 110))
     cache.flush()
-    assert exact(cache, 100)
+    assert exact(cache, prompt(100))
     assert du(tmp_path / "ssd") > 700_000
 
 
@@ -175,7 +162,7 @@ def test_limits_that_change_all_the_time_under_load_are_kept(opened):
         try:
             seed = first
             while not ended.is_set():
-                put(cache, seed % 40)
+                put_prompts(cache, seed % 40)
                 tokens = prompt((seed * 5) % 40)
                 cache.promote(tokens, model="m").result(20)
                 made, rest = cache.fetch(tokens, model="m", leave=0)  # some of it may have left again
@@ -243,15 +230,15 @@ def test_ram_that_holds_no_block_is_said_at_the_start_and_when_a_block_is_larger
 
 def test_an_image_larger_than_a_tier_is_not_kept_there_and_stops_nothing(opened, tmp_path):
     cache = opened(ram="20KB", ssd_dir=None)
-    put(cache, 1)
+    put_prompts(cache, 1)
     assert cache.stats().counters.unkept_tokens > 0
     assert cache.stats().ram_peak <= 20_000
     larger = opened(ram="2MB", ssd="70KB", ssd_dir=tmp_path / "small")
-    put(larger, 1)
-    assert exact(larger, 1)
+    put_prompts(larger, 1)
+    assert exact(larger, prompt(1))
     larger.flush()
     assert du(tmp_path / "small") <= 200_000  # an index and folders, whatever the limit
-    assert exact(larger, 1)
+    assert exact(larger, prompt(1))
 
 
 # -- because the machine is short of memory ---------------------------------------------------------------------------
@@ -275,7 +262,7 @@ def pressed(cache: PrefixCache, free: int, reserve: int) -> tuple[Pressure, Mach
 @pytest.mark.parametrize("ssd", [True, False])
 def test_it_shrinks_until_the_reserve_is_free_and_grows_back_when_there_is_more(opened, tmp_path, ssd, caplog):
     cache = opened(ssd_dir=tmp_path / "ssd" if ssd else None)
-    put(cache, *range(8))
+    put_prompts(cache, *range(8))
     pressure, machine = pressed(cache, cache.stats().ram_held + 1_000_000, 1_000_000)
     pressure.look()
     assert cache.stats().ram_limit == 2_000_000
@@ -290,23 +277,23 @@ def test_it_shrinks_until_the_reserve_is_free_and_grows_back_when_there_is_more(
         assert machine.available() >= 1_000_000
         assert stats.ram_limit < 2_000_000 == stats.ram_configured
         assert ("less than memory_reserve=1.00 MB" in caplog.text) == 1
-        put(cache, *range(20, 28))
+        put_prompts(cache, *range(20, 28))
         assert machine.available() >= 1_000_000
         machine.free = 10_000_000
         for _ in range(20):
             pressure.look()
         assert cache.stats().ram_limit == 2_000_000
         assert "is back at 2.00 MB" in caplog.text
-    put(cache, *range(40, 48))
+    put_prompts(cache, *range(40, 48))
     assert cache.stats().ram_held > 500_000
     if ssd:
-        assert all(exact(cache, seed) for seed in range(8))
+        assert all(exact(cache, prompt(seed)) for seed in range(8))
     cache.check_integrity()
 
 
 def test_it_never_falls_below_a_sixteenth_and_lets_no_file_go(opened, tmp_path):
     cache = opened(ram="3200KB")
-    put(cache, *range(20))
+    put_prompts(cache, *range(20))
     cache.flush()
     files = len(list((tmp_path / "ssd" / "rows").rglob("*.safetensors")))
     pressure, _ = pressed(cache, 0, 1 << 40)
@@ -316,14 +303,14 @@ def test_it_never_falls_below_a_sixteenth_and_lets_no_file_go(opened, tmp_path):
     stats = cache.stats()
     assert max(3_200_000 // LEAST, 2 * stats.ram_nodes) <= stats.ram_limit < 400_000
     assert len(list((tmp_path / "ssd" / "rows").rglob("*.safetensors"))) == files
-    assert exact(cache, 3)
+    assert exact(cache, prompt(3))
 
 
 def test_its_thread_runs_while_the_cache_is_open(opened, monkeypatch):
     monkeypatch.setattr("prefixcache.tiers.memory_pressure.PERIOD", 0.01)
     monkeypatch.setattr("prefixcache.memory.psutil.virtual_memory", lambda: type("Found", (), {"available": 0})())
     cache = opened(ssd_dir=None, memory_reserve="1GB")
-    put(cache, *range(8))
+    put_prompts(cache, *range(8))
     until(lambda: cache.stats().ram_limit < 300_000)
     named = {thread.name for thread in threading.enumerate()}
     assert "prefixcache-memory" in named
@@ -334,7 +321,7 @@ def test_its_thread_runs_while_the_cache_is_open(opened, monkeypatch):
 def test_a_cache_that_nobody_has_any_more_is_freed(opened, monkeypatch):
     monkeypatch.setattr("prefixcache.tiers.memory_pressure.PERIOD", 0.01)
     cache = PrefixCache(ram="2MB", codec="raw")
-    put(cache, 1)
+    put_prompts(cache, 1)
     tiers = weakref.ref(cache._storage)
     del cache
     gc.collect()
@@ -350,7 +337,7 @@ def test_it_never_raises_the_budget_while_memory_is_short(opened):
         pressure.look()
         limits.append(cache.stats().ram_limit)
         for seed in range(turn * 30, turn * 30 + 30):
-            put(cache, seed, count=1)
+            put_prompts(cache, seed, count=1)
     assert limits == sorted(limits, reverse=True)
     assert limits[-1] <= 2_000_000 // LEAST + 20_000
 
@@ -389,15 +376,15 @@ def test_a_clock_that_goes_backwards_costs_nothing(opened, monkeypatch):
     cache = opened(ram="300KB", ssd="1MB")
     for seed in range(40):
         now[0] -= 86_400.0
-        put(cache, seed)
-        assert exact(cache, seed)
+        put_prompts(cache, seed)
+        assert exact(cache, prompt(seed))
     assert cache.flush()
     cache.check_integrity()
     cache.close()
     now[0] = -1e9  # before 1970
     again = opened(ram="300KB", ssd="1MB")
     assert again.stats().ssd.files > 0
-    assert exact(again, 39)
-    put(again, 77)
+    assert exact(again, prompt(39))
+    put_prompts(again, 77)
     again.flush()
     states.check_integrity(again)

@@ -6,24 +6,18 @@ import random
 
 import pytest
 
-from prefixcache import PrefixCache
 from prefixcache.blocks.node import RAM
 from prefixcache.blocks.policies import POLICIES
 from prefixcache.tiers.lower_tier import entry_of
 from tests.models import states
-from tests.models.states import prompt
+from tests.models.states import prompt, put_prompts
 
 CACHE = {"ram": "1MB", "ssd_admission": "second"}
 
 
-def put(cache: PrefixCache, *seeds: int) -> None:
-    for seed in seeds:
-        cache.store(prompt(seed), states.sliceable(prompt(seed)), model="m")
-
-
 def test_the_ssd_is_not_given_what_came_once(opened):
     cache = opened(spill_on_close=False)
-    put(cache, *range(40))
+    put_prompts(cache, *range(40))
     cache.flush(20)
     assert cache.stats().counters.declined > 20
     assert cache.stats().counters.dropped == 0
@@ -32,26 +26,26 @@ def test_the_ssd_is_not_given_what_came_once(opened):
 
 def test_the_ssd_is_given_what_was_hit_and_all_that_it_hangs_on(opened):
     cache = opened()
-    put(cache, 1)
+    put_prompts(cache, 1)
     assert cache.fetch(prompt(1), model="m")[0] is not None
-    put(cache, *range(100, 140))
+    put_prompts(cache, *range(100, 140))
     assert cache.match(prompt(1), model="m").ssd >= 599
     assert cache.match(prompt(100), model="m").ssd == 0
 
 
 def test_the_ssd_is_given_what_was_declined_and_came_again(opened):
     cache = opened()
-    put(cache, 1, *range(100, 140))
+    put_prompts(cache, 1, *range(100, 140))
     assert cache.match(prompt(1), model="m").ssd == 0
     declined = cache.stats().counters.declined
-    put(cache, 1, *range(200, 240))
+    put_prompts(cache, 1, *range(200, 240))
     assert cache.match(prompt(1), model="m").ssd >= 599
     assert cache.stats().counters.declined > declined
 
 
 def test_closing_writes_what_came_once_too(opened):
     cache = opened()
-    put(cache, 1)
+    put_prompts(cache, 1)
     cache.close()
     assert opened().match(prompt(1), model="m").ssd >= 599
 
@@ -70,7 +64,7 @@ def test_a_cache_of_each_policy_serves_what_it_holds(opened, policy):
         found, rest = cache.fetch(prompt(seed), model="m")
         if found is not None:
             states.check(found, prompt(seed)[: 600 - len(rest)])
-        put(cache, seed)
+        put_prompts(cache, seed)
         if rng.random() < 0.2:
             cache.promote(prompt(rng.randrange(30)), model="m").result(20)
     assert cache.flush(20)
@@ -80,7 +74,7 @@ def test_a_cache_of_each_policy_serves_what_it_holds(opened, policy):
 def test_giving_ram_back_writes_what_came_once_too(opened):
     for ask in (lambda cache: cache.trim_to(0, wait=20), lambda cache: cache.resize(ram="20kB", wait=20)):
         cache = opened()
-        put(cache, 1)
+        put_prompts(cache, 1)
         ask(cache)
         assert cache.match(prompt(1), model="m").ssd >= 599
         assert cache.stats().counters.declined == 0
@@ -89,7 +83,7 @@ def test_giving_ram_back_writes_what_came_once_too(opened):
 
 def test_the_ssd_is_given_what_it_has_something_hanging_on(opened):
     cache = opened()
-    put(cache, 1)
+    put_prompts(cache, 1)
     cache.flush(20)
     cache.trim_to(0)
     storage = cache._storage
@@ -97,13 +91,13 @@ def test_the_ssd_is_given_what_it_has_something_hanging_on(opened):
         first = next(s for s in storage.graph.slots.values() if s.kind == "rows" and s.node.start == 0)
         storage.lower.spill_tier.tier.delete([entry_of(first)])
         storage.lower.spill_tier.invalidate(first)
-    put(cache, 1, *range(100, 140))
+    put_prompts(cache, 1, *range(100, 140))
     assert cache.match(prompt(1), model="m").ssd >= 599
 
 
 def test_a_store_and_a_fetch_tell_the_policy_what_was_asked_for(opened):
     cache = opened(policy="adaptive", ssd_dir=None, ssd_admission="always")
-    put(cache, 1)
+    put_prompts(cache, 1)
     order = cache._storage.graph.orders[RAM]
     assert len(order._once)
     assert not order._states  # none is NEW: the request that brought them has ended

@@ -19,6 +19,7 @@ from prefixcache import DirectoryHeld, PrefixCache
 from prefixcache.cli import app
 from prefixcache.ssd import reconcile
 from tests.models import states
+from tests.models.states import exact, put
 from tools.faults.evidence import du
 
 ROOT = Path(__file__).parents[2]
@@ -28,17 +29,6 @@ LIMITS = {"ram": "10MB", "ssd": "50MB", "codec": "raw"}
 
 def open_on(root: Path, **values) -> PrefixCache:
     return PrefixCache(ssd_dir=root, **{**LIMITS, **values})
-
-
-def exact(cache: PrefixCache, tokens: list[int]) -> bool:
-    if cache.promote(tokens, model="m").result(20) < len(tokens):
-        return False
-    states.check(cache.fetch(tokens, model="m", leave=0)[0], tokens)
-    return True
-
-
-def put(cache: PrefixCache, tokens: list[int]) -> None:
-    cache.store(tokens, states.sliceable(tokens), model="m")
 
 
 def program(text: str, *arguments: object, **more) -> subprocess.Popen[str]:

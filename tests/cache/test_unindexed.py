@@ -4,22 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from prefixcache import PrefixCache
 from tests.models import states
+from tests.models.states import put
 
 PROMPTS = range(1, 40)
 
 
 def tokens(number: int, count: int = 256) -> list[int]:
     return [number] * count
-
-
-def put(cache: PrefixCache, prompt: list[int], make: Any = states.sliceable) -> None:
-    cache.store(prompt, make(prompt), model="m")
 
 
 def open_on(root: Path) -> PrefixCache:

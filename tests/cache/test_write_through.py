@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +16,13 @@ import pytest
 from prefixcache import PrefixCache
 from prefixcache.ssd import queue
 from tests.models import states
-from tests.models.states import prompt
+from tests.models.states import prompt, put
 from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
 
 
 CACHE = {"ram": "40MB", "ssd": "40MB", "spill": "through", "memory_reserve": 0}
-
-
-def put(cache: PrefixCache, tokens: list[int], make: Callable[[list[int]], list[Any]] = states.sliceable) -> None:
-    cache.store(tokens, make(tokens), model="m")
 
 
 def written(cache: PrefixCache) -> None:
@@ -48,8 +43,8 @@ CHILD = """
 import sys, time
 from prefixcache import PrefixCache
 from tests.models import states
-from tests.cache.test_write_through import put, written
-from tests.models.states import prompt
+from tests.cache.test_write_through import written
+from tests.models.states import prompt, put
 cache = PrefixCache(ssd_dir=sys.argv[1], ram="40MB", ssd="40MB", codec="raw", spill=sys.argv[2], memory_reserve=0)
 for seed, count in ((1, 600), (2, 1000), (3, 512), (4, 100)):
     put(cache, prompt(seed, count), states.hybrid if seed == 3 else states.sliceable)

@@ -229,6 +229,12 @@ def compressed(
     return (None, given) if hit is None else (hit.live(len(given) - hit.tokens), given[hit.tokens :])
 
 
+def put_prompts(cache: PrefixCache, *seeds: int, count: int = 600) -> None:
+    """Store the state of each of these prompts."""
+    for seed in seeds:
+        put(cache, prompt(seed, count))
+
+
 def got(cache: PrefixCache, tokens: Sequence[int], **more: Any) -> int:
     """What a fetch gives, checked; the depth."""
     made, rest = cache.fetch(tokens, model="m", **more)
@@ -236,6 +242,19 @@ def got(cache: PrefixCache, tokens: Sequence[int], **more: Any) -> int:
     if made is not None:
         check(made, tokens[:depth])
     return depth
+
+
+def fetched(cache: PrefixCache, seed: int, count: int = 600) -> int:
+    """How deep RAM has this prompt; checked."""
+    return got(cache, prompt(seed, count), leave=0)
+
+
+def exact(cache: PrefixCache, tokens: Sequence[int]) -> bool:
+    """Whether the prompt can be had whole, from either tier; it is then what was stored."""
+    if cache.promote(tokens, model="m").result(20) < len(tokens):
+        return False
+    assert got(cache, tokens, leave=0) == len(tokens)
+    return True
 
 
 def check_integrity(cache: PrefixCache) -> None:
