@@ -8,10 +8,12 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm import utils
 from mlx_lm.models import base
 
 # -- attention --------------------------------------------------------------------------------------------------------
@@ -90,6 +92,14 @@ def any_backend() -> Iterator[None]:
         yield
     finally:
         mx.distributed.all_sum = all_sum
+
+
+def download(name: str, **options: Any) -> Path:
+    """Return the folder of a model's files, fetched from Hugging Face where need be, as far as these options want them.
+
+    Private: `_download`, which every release has. Issue: none filed. Goes when mlx-lm offers it.
+    """
+    return Path(utils._download(name, **options))
 
 
 def known_options(call: Callable[..., Any], **options: Any) -> dict[str, Any]:

@@ -23,8 +23,9 @@ from mlx_lm.models.cache import make_prompt_cache
 from prefixcache import PrefixCache
 from prefixcache.servers.mlx_lm.answers import Answers, Ended
 from prefixcache.servers.mlx_lm.arguments import read_flags
-from prefixcache.servers.mlx_lm.generator import IDLE_LOOKS, Generator, IdlePool, TimeBudget
+from prefixcache.servers.mlx_lm.generator import Generator
 from prefixcache.servers.mlx_lm.provider import Provider
+from prefixcache.servers.mlx_lm.turns import IDLE_LOOKS, IdlePool, TimeBudget
 from tests.models.families import MLX_LM_0_31
 from tests.servers.serving import SECONDS, Message, save_model, text, user, wait_for
 from tests.servers.slow_disk import slow_disk
@@ -464,7 +465,7 @@ def see(generator: Generator) -> None:
             rows[first : first + PATCHES, :3] = image * 20
         return rows
 
-    provider.processor = Processor()
+    provider.models.processor = Processor()
     provider.model.embed_inputs = embed_inputs
 
 

@@ -125,13 +125,12 @@ def _warm(prompts: list[WarmPrompt], salts: Salts, generator: Generator) -> None
         sequences = sequences_of(provider.tokenizer, prompts, provider.cli_args.chat_template_args)
     except BadPrompt as error:
         raise ServeError(f"--warm: {error}") from error
-    nets = provider.model if provider.draft_model is None else (provider.model, provider.draft_model)
     total = sum(len(sequence.tokens) for sequence in sequences)
     log.info("warm-up: %d prompts of %d tokens in all", len(sequences), total)
     with bar("warm-up", total, "tokens") as show:
         done = warm_sequences(
             prompt_cache.cache,
-            lambda: nets,
+            lambda: provider.nets,
             sequences,
             model=prompt_cache.name_of(provider.model_key),
             prefill_step_size=provider.cli_args.prefill_step_size,

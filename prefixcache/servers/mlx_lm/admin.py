@@ -16,6 +16,7 @@ from difflib import get_close_matches
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.server import ModelDescription
 
 from prefixcache.byte_sizes import parse_size
 from prefixcache.cache import PrefixCache
@@ -196,7 +197,7 @@ class Admin:
         """The tokens of a prompt as the server makes them of a request with this body, and its salt."""
         provider = self._generator.model_provider
         asked = _text(body, "model")
-        if asked is not None and not provider.has(asked, None, "default_model"):
+        if asked is not None and provider.loaded_as(ModelDescription(asked, "default_model", None)) is None:
             raise RequestRefused(
                 f"{where}: model={asked[:100]!r} is not loaded; leave it out, or ask it a question first", 409
             )

@@ -7,17 +7,15 @@ another request computes the same prefix.
 
 from __future__ import annotations
 
-import copy
 import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from queue import Empty
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -30,89 +28,21 @@ from prefixcache.keys import as_tokens
 from prefixcache.servers.in_flight import Admission, Awaited, Computing
 from prefixcache.servers.loaded_model import calibration_of
 from prefixcache.servers.mlx_lm.answers import Answers, Ended
-from prefixcache.servers.mlx_lm.client_template import ClientTemplate
-from prefixcache.servers.mlx_lm.context import room_for, too_long
+from prefixcache.servers.mlx_lm.context import room_for
 from prefixcache.servers.mlx_lm.errors import RankFailed, may_be_the_hits
-from prefixcache.servers.mlx_lm.prefill import Blockwise, RequestBatches
+from prefixcache.servers.mlx_lm.prefill import RequestBatches
 from prefixcache.servers.mlx_lm.prefill import stream as blockwise_stream
-from prefixcache.servers.mlx_lm.provider import LoadedModel, Provider
+from prefixcache.servers.mlx_lm.prompt_reader import PromptReader
+from prefixcache.servers.mlx_lm.provider import Provider
 from prefixcache.servers.mlx_lm.tenant_cache import TenantPromptCache, TokenizedRequest
-from prefixcache.servers.mlx_lm.upstream import (
-    MLX_LM_0_31,
-    Loop,
-    generating_with,
-    has_images,
-    of_request,
-    request_of,
-    vision_of,
-)
+from prefixcache.servers.mlx_lm.turns import WAKE, DeferredRequest, IdlePool, TimeBudget, Turns, Wait
+from prefixcache.servers.mlx_lm.upstream import Loop, generating_with, of_request, request_of, vision_of
 from prefixcache.servers.read_or_compute import AwaitedPromotions
 from prefixcache.servers.request_log import Found, RequestLog
-from prefixcache.servers.request_schema import TEMPLATE, RequestRefused
 from prefixcache.settings import ram_auto
 from prefixcache.tiers.prompt import Prompt
 
 log = logging.getLogger("prefixcache")
-
-RENDERED = 1 << 26  # bytes that a request's own chat template may render
-STEPS = 0.5  # seconds of steps, at most, between two looks for a request
-IDLE_LOOKS = 30  # in a row that find no request: mlx-lm's loop waits .1 s for one
-WAKE = object()  # in the queue of requests: look at the deferred ones
-
-
-class Wait(NamedTuple):
-    """A request waits until something is `done`, at the latest until `until` (of time.monotonic())."""
-
-    done: Callable[[], bool]
-    until: float
-
-    def over(self) -> bool:
-        return self.done() or time.monotonic() >= self.until
-
-
-class EarlyTokens(NamedTuple):
-    """What mlx-lm's `_tokenize` gave on the client's thread, with this tokenizer."""
-
-    tokenizer: Any
-    tokenized: Any
-
-
-class DeferredRequest(NamedTuple):
-    """A request, and what it waits for."""
-
-    item: Any
-    wait: Wait | Awaited
-
-
-class TimeBudget:
-    """How long the batch goes on before the loop looks at requests: until one waits or `seconds` are over, and one step at
-    least.
-    """
-
-    def __init__(self, request_waits: Callable[[], bool], seconds: float = STEPS):
-        self._request_waits, self._seconds = request_waits, seconds
-
-    def __iter__(self) -> Iterator[None]:
-        until = time.monotonic() + self._seconds
-        yield
-        while not self._request_waits() and time.monotonic() < until:
-            yield
-
-
-class IdlePool:
-    """The buffers that MLX has freed and keeps for the next arrays. After `IDLE_LOOKS` for a request in vain they are given
-    back to the system, once.
-    """
-
-    def __init__(self, empty: Callable[[], None] = mx.clear_cache):
-        self._empty = empty
-        self._looks = 0
-
-    def look(self, *, busy: bool) -> None:
-        """Count one look. `busy`: a request came, waits, or is under way."""
-        self._looks = 0 if busy else self._looks + 1
-        if self._looks == IDLE_LOOKS:
-            self._empty()
 
 
 class Generator:
@@ -124,14 +54,21 @@ class Generator:
     """
 
     def __init__(
-        self, provider: Provider, cache: PrefixCache, before: Callable[[Generator], None], exact_prefill: bool = False
+        self,
+        provider: Provider,
+        cache: PrefixCache,
+        before: Callable[[Generator], None],
+        *,
+        exact_prefill: bool = False,
+        turns: Turns | None = None,
     ):
         self.model_provider = provider
+        self.turns = turns or Turns()
         self.ready = threading.Event()
         self.failure: BaseException | None = None
         self.model = ""
         self.answering: set[Answers] = set()
-        self.admission = self._make_admission(whole_blocks=not exact_prefill)
+        self.admission = Admission(whole_blocks=not exact_prefill)
         self._before = before
         self._taken = 0  # requests, since mlx-lm's loop was entered
         self._deferred: deque[DeferredRequest] = deque()
@@ -140,18 +77,10 @@ class Generator:
         self.when_idle: Callable[[], None] = lambda: None  # called again and again while there is no request
         self.prompts = TenantPromptCache(cache, self._stored, _rows_suffix(provider.cli_args), exact_prefill)
         provider.on_load = self._loaded
-        self.loop = Loop(provider, self.prompts, self, self._make_time_budget())
+        self.loop = Loop(provider.models, self.prompts, self, TimeBudget(self.request_waits, self.turns.seconds))
+        self.reader = PromptReader(provider, self.loop.read)
         self.requests = self.loop.requests
-        self.thread = self._begin()
-
-    def _make_admission(self, whole_blocks: bool) -> Admission:
-        return Admission(whole_blocks=whole_blocks)
-
-    def _make_time_budget(self) -> TimeBudget:
-        return TimeBudget(self.request_waits)
-
-    def _begin(self) -> threading.Thread:
-        return self.loop.begin(self.run)
+        self.thread = self.loop.begin(self.run, self.turns.thread)
 
     @property
     def cli_args(self) -> Any:
@@ -167,7 +96,7 @@ class Generator:
 
     def stop(self) -> None:
         """End the loop after its present step."""
-        self.loop.stop()
+        self.turns.stop(self.loop)
 
     def wait_for_stores(self, seconds: float) -> bool:
         """Wait until the loop has stored what it has answered so far: a client has its answer before that. False where it
@@ -181,29 +110,28 @@ class Generator:
             time.sleep(0.005)
         return True
 
-    def leave(self) -> None:
-        """The process ends at once, in the middle of loading."""
-
     # -- mlx-lm's loop ------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
         """Load the default model, then answer requests until `stop`, on this thread."""
         try:
-            self.model_provider.load_default()
+            self.model_provider.models.load_default()
             self._before(self)
         except (Exception, RankFailed) as error:
             self.failure = error
             return
         finally:
             self.ready.set()
-        batches = RequestBatches if self.prompts.exact_prefill else Blockwise
+            self.turns.rest()
         try:
-            with generating_with(partial(batches, prompts=self.prompts), self._stream):
+            with generating_with(partial(RequestBatches, self.prompts), self._stream_in_step):
                 while not self.stopped:
                     self._serve_until_a_failure()
         except (Exception, RankFailed) as error:
             self.failure = error
             log.exception("the thread that generates died")
+        finally:
+            self.turns.rest()
 
     def _serve_until_a_failure(self) -> None:
         """mlx-lm's loop. An exception in it ends the requests under way with an error, and the loop can be entered again; but
@@ -220,6 +148,9 @@ class Generator:
             log.error("the loop failed, which ends %d requests: %s", len(ended), error, exc_info=error)
             for answers in ended:
                 answers.fail(error)
+
+    def _stream_in_step(self, **options: Any) -> Iterator[Any]:
+        return self.turns.stream(self._stream, options)
 
     def _stream(self, *, prompt: Sequence[int], **options: Any) -> Iterator[Any]:
         """Answer a request that is served by itself: `prompt` is what its lookup has left of it. Where the model fails on
@@ -243,13 +174,13 @@ class Generator:
 
     def _from_the_start(self, request: TokenizedRequest, layers: list[Any]) -> dict[str, Any]:
         """Return what a request is computed from without a hit. `layers`, which mlx-lm stores in the end, become new ones."""
-        models = [model for model in (self.model_provider.model, self.model_provider.draft_model) if model is not None]
-        layers[:] = [layer for model in models for layer in make_prompt_cache(model)]
+        nets = self.model_provider.nets
+        layers[:] = [layer for net in nets for layer in make_prompt_cache(net)]
         tokens = list(request.tokenized[0])
         vision = vision_of(request.tokenized)
         if vision is None or not vision.pixel_values:
             return {"prompt": tokens}
-        seen = models[0].embed_inputs(mx.array(tokens), pixel_values=vision.pixel_values)
+        seen = nets[0].embed_inputs(mx.array(tokens), pixel_values=vision.pixel_values)
         mx.eval(seen)
         return {"prompt": tokens, "input_embeddings": seen}
 
@@ -263,9 +194,11 @@ class Generator:
 
     def begin_alone(self, answers: Answers) -> None:
         answers.alone = True
+        self.turns.begin_alone(answers)
 
     def _loaded(self, model_key: Any) -> None:
-        """Weights are identified when they are loaded, and with ram="auto" the budget becomes what they leave."""
+        """Identify the weights that were loaded. With ram="auto" the budget becomes what they leave."""
+        self.prompts.rank_part = self.turns.name_part(model_key, self.model_provider.model)
         cache = self.prompts.cache
         name, weights = self.prompts.name_anew(model_key), self.model_provider.weights()
         if cache.settings.ram == "auto":
@@ -283,7 +216,7 @@ class Generator:
         """Have a request answered, as mlx-lm does. Its prompt is read on its client's thread, while others are served."""
         if self.stopped:
             raise Ended
-        self._read_early(request, args)
+        self.reader.read_early(request, args)
         return self.loop.generate(request, args, *others, **options)
 
     def stop_answering(self) -> None:
@@ -303,7 +236,8 @@ class Generator:
     def next_request(self, timeout: float | None = None) -> Any:
         """Return the next request that can begin. None when there is none, also when one came that must wait."""
         self._looks += 1
-        item = self._resumed() or self._take(timeout)
+        timeout = self.turns.begin_look(timeout, deferred=bool(self._deferred))
+        item = self._resumed() or self.turns.take(self, timeout)
         if item is None or item[0] is WAKE:
             item = self._resumed()
         self._idle_pool.look(busy=item is not None or timeout is None or bool(self._deferred))  # None: a batch goes on
@@ -314,34 +248,34 @@ class Generator:
         queue, request, args = item
         if not isinstance(queue, Answers):
             queue = request.answers = Answers(queue, _log_of(request))
-            self.answering = {answers for answers in self.answering if answers.wanted()} | {queue}
+            if self.turns.is_first:  # elsewhere nobody gives them up
+                self.answering = {answers for answers in self.answering if answers.wanted()} | {queue}
         self._taken += 1
         return self._admit((queue, request, args))
 
-    def _take(self, timeout: float | None) -> Any:
-        """Return what a client has sent, or None. `timeout`: seconds to wait for it, None for not at all."""
-        with suppress(Empty):
-            return self.requests.get(block=timeout is not None, timeout=timeout)
-        return None
-
     def request_waits(self) -> bool:
         """Return whether the loop should look at requests."""
+        return self.turns.any_waits(self, self._any_waits)
+
+    def _any_waits(self) -> bool:
         return not self.requests.empty() or any(deferred.wait.over() for deferred in self._deferred)
 
     def _resumed(self) -> Any:
-        """A deferred request that waits no longer."""
-        for deferred in self._deferred:
-            if deferred.wait.over():
-                self._deferred.remove(deferred)
-                return deferred.item
-        return None
+        """Return a deferred request that waits no longer, or None."""
+        place = self.turns.over([deferred.wait for deferred in self._deferred]) if self._deferred else None
+        if place is None:
+            return None
+        deferred = self._deferred[place]
+        del self._deferred[place]
+        return deferred.item
 
     def _admit(self, item: Any) -> Any:
-        """The request, if it can begin; else it is deferred."""
+        """Return the request, if it can begin; else defer it and return None."""
         answers, request, args = item
         try:
             tokenized = self._tokenized(request, args)
-            wait = self._waits_for(request, tokenized, answers) if tokenized is not None else None
+            with self.turns.must("a request can't be looked up"):
+                wait = self._waits_for(request, tokenized, answers) if tokenized is not None else None
         except Exception:  # the loop meets it again, and answers with it
             return item
         if wait is not None:
@@ -350,7 +284,7 @@ class Generator:
         return item
 
     def _waits_for(self, request: Any, tokenized: TokenizedRequest, answers: Answers) -> Wait | Awaited | None:
-        """What a request waits for. None: it waits for nothing, and is under way from here on."""
+        """Return what a request waits for. None: it waits for nothing, and is under way from here on."""
         prompt, request_log = tokenized.prompt, _log_of(request)
         match = self.prompts.reading.match(prompt)
         if request_log.found is None:
@@ -361,13 +295,15 @@ class Generator:
                 return self._read(reading)
         request_log.go_on(match.ram)
         ids, space = prompt.given, (prompt.model, prompt.salt)
-        awaited = self.admission.wait_for(ids, space, match.ram, sliceable=self.model_provider.sliceable)
-        if awaited is None:
+        sliceable = self.model_provider.sliceable
+        awaited = self.turns.awaited(lambda: self.admission.wait_for(ids, space, match.ram, sliceable=sliceable))
+        if awaited is None and self.turns.is_first:
             self.admission.enter(Computing(ids, space, tokenized.boundaries, answers.wanted, match.ram))
-            return None
         return awaited
 
     def _read(self, reading: AwaitedPromotions) -> Wait:
+        if not self.turns.is_first:
+            return Wait(reading.done, float("inf"))  # nobody wakes the others but rank 0
         reading.add_done_callback(lambda done: self.requests.put((WAKE, None, None)))
         return Wait(reading.done, time.monotonic() + reading.worth)
 
@@ -378,49 +314,9 @@ class Generator:
 
     # -- their tokens -------------------------------------------------------------------------------------------------
 
-    def _read_early(self, request: Any, args: Any) -> None:
-        """Read a prompt on its client's thread, if its model is loaded; else see whether the model can be. A prompt with
-        images is left to the loop, since it needs MLX.
-        """
-        asked = args.model
-        loaded = self.model_provider.loaded_as(asked.model, asked.adapter, asked.draft)
-        if _brings_template(args) and has_images(request):
-            raise RequestRefused(f"{TEMPLATE}: not rendered for messages with images; leave one of them out")
-        if loaded is not None:
-            if not has_images(request):
-                request.early_tokens = EarlyTokens(loaded.tokenizer, self._read_prompt(loaded, request, args))
-            return
-        if _brings_template(args):
-            raise RequestRefused(f"{TEMPLATE}: its model is not loaded; ask it once without a template, then with it")
-        self.model_provider.look_up(asked.model, asked.adapter, asked.draft)
-
-    def _read_prompt(self, loaded: LoadedModel, request: Any, args: Any) -> Any:
-        """What mlx-lm's `_tokenize` gives. RequestRefused where the model can't serve the request."""
-        check_sampling(args, loaded.vocabulary)
-        tokenizer, rendered = loaded.tokenizer, RENDERED
-        if loaded.context is not None and loaded.longest:
-            rendered = min(rendered, 4 * loaded.context * loaded.longest)  # bytes of UTF-8
-            if (least := _characters(request) // loaded.longest) >= loaded.context:
-                raise RequestRefused(too_long(f"at least {least}", loaded.context))
-        if _brings_template(args):
-            tokenizer = ClientTemplate(tokenizer, rendered)
-        messages = copy.deepcopy(request.messages)  # mlx-lm rewrites them in place
-        try:
-            tokenized = self.loop.read(tokenizer, replace(request, messages=messages), args)
-        except RequestRefused:
-            raise
-        except Exception as error:  # of the template, or of what mlx-lm does with messages, tools and images
-            missing = " is missing" if isinstance(error, KeyError) else ""
-            raise RequestRefused(f"the prompt can't be read: {str(error)[:200]}{missing}") from error
-        tokens = len(as_tokens(tokenized[0]))
-        if tokens == 0:  # the loop would die of it
-            raise RequestRefused("the prompt has no tokens: give some text")
-        room_for(tokens, loaded.context)
-        return tokenized
-
     def _tokenized(self, request: Any, args: Any) -> TokenizedRequest | None:
         """Tokenize a request before its turn, if the model that it asks for is the one that is loaded."""
-        if not self.model_provider.has(args.model.model, args.model.adapter, args.model.draft):
+        if self.model_provider.loaded_as(args.model) is None:
             return None
         tokenizer = self.model_provider.tokenizer
         known: TokenizedRequest | None = getattr(request, "tokenized", None)
@@ -429,30 +325,18 @@ class Generator:
         return known
 
     def _read_tokens(self, tokenizer: Any, request: Any, args: Any) -> TokenizedRequest:
-        tokenized = self._tokenize_anew(tokenizer, request, args)
-        args.max_tokens = min(args.max_tokens, room_for(len(tokenized[0]), self._loaded_with(tokenizer).context))
-        ids = as_tokens(_cached_tokens(tokenized))
+        with self.turns.must("a request can't be read", request):
+            loaded = self.model_provider.loaded
+            assert loaded is not None
+            assert loaded.tokenizer is tokenizer
+            tokenized = self.turns.tokens(request, partial(self.reader.read, loaded, request, args))
+            args.max_tokens = min(args.max_tokens, room_for(len(tokenized[0]), loaded.context))
+            ids = as_tokens(_cached_tokens(tokenized))
+            name, salt = self.prompts.name_of(loaded.key), getattr(request, "salt", b"")
+            prompt = self.prompts.prompt_of(ids, name, salt, self.model_provider.form)
         ends = np.cumsum([len(segment) for segment in tokenized[1]])
         boundaries = tuple(int(end) for end in sorted({*ends[:-1], len(ids) - 1}))
-        name, salt = self.prompts.name_of(self.model_provider.model_key), getattr(request, "salt", b"")
-        prompt = self.prompts.prompt_of(ids, name, salt, self.model_provider.form)
         return TokenizedRequest(tokenizer, tokenized, prompt, boundaries, getattr(request, "answers", None))
-
-    def _tokenize_anew(self, tokenizer: Any, request: Any, args: Any) -> Any:
-        early: EarlyTokens | None = getattr(request, "early_tokens", None)
-        request.early_tokens = None  # the loop changes it
-        if early is not None and early.tokenizer is tokenizer:
-            return early.tokenized
-        if _brings_template(args):  # never on this thread
-            raise RequestRefused(f"{TEMPLATE}: another model was loaded in between; ask again", 503)
-        return self._read_prompt(self._loaded_with(tokenizer), request, args)
-
-    def _loaded_with(self, tokenizer: Any) -> LoadedModel:
-        """The model that is loaded, on the thread that loads models."""
-        loaded = self.model_provider.loaded
-        assert loaded is not None
-        assert loaded.tokenizer is tokenizer
-        return loaded
 
     def tokenize(self, tokenizer: Any, request: Any, args: Any) -> Any:
         """Return what mlx-lm's `_tokenize` gives, read before the request's turn if it can be; the tokens say whose they are.
@@ -481,33 +365,6 @@ def _cached_tokens(tokenized: Any) -> Sequence[int]:
     if vision is None:
         return tokenized[0]
     return vision.cache_key if len(vision.starts) == len(vision.pixel_values) else []
-
-
-def check_sampling(args: Any, size: int) -> None:
-    """RequestRefused for what would end the thread that generates, or the process, once it samples from so many tokens."""
-    if args.sampling.xtc_probability and MLX_LM_0_31:
-        raise RequestRefused(
-            "xtc_probability, xtc_threshold: mlx-lm 0.31 fails of them; leave them out, or install mlx-lm 0.32"
-        )
-    if not args.sampling.top_k < size:
-        raise RequestRefused(f"top_k={args.sampling.top_k}: the model has {size} tokens; give less")
-    if not args.top_logprobs < size:
-        raise RequestRefused(f"top_logprobs={args.top_logprobs}: the model has {size} tokens; give less")
-    for token in args.logits.logit_bias or ():
-        if not 0 <= token < size:
-            raise RequestRefused(f"logit_bias of token {token}: the model has tokens 0 to {size - 1}")
-
-
-def _brings_template(args: Any) -> bool:
-    return TEMPLATE in (args.chat_template_kwargs or {})
-
-
-def _characters(request: Any) -> int:
-    """How long the texts of a prompt are."""
-    contents = [request.prompt, *(message.get("content") for message in request.messages)]
-    parts = [part for content in contents for part in (content if isinstance(content, list) else [content])]
-    texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
-    return sum(len(text) for text in texts if isinstance(text, str))
 
 
 def _rows_suffix(args: Any) -> str:

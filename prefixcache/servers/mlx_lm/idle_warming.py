@@ -98,7 +98,6 @@ class IdleWarming:
         if provider.model_key != job.model_key:
             job.news.put({"error": "another model was loaded meanwhile: load the first one again, or warm this one"})
             return
-        nets = provider.model if provider.draft_model is None else (provider.model, provider.draft_model)
 
         def progress(step: Step) -> None:
             job.done, job.prompt = step.done, step.prompt
@@ -108,7 +107,7 @@ class IdleWarming:
 
         done = warm_sequences(
             cache,
-            lambda: nets,
+            lambda: provider.nets,
             job.sequences,
             model=job.name,
             prefill_step_size=provider.cli_args.prefill_step_size,

@@ -171,7 +171,7 @@ def end(generator: Generator, ending: Ending, replying: set[Handler], linger: fl
         time.sleep(POLL)
         if not generator.ready.is_set() and ending.asked.is_set():
             try:
-                generator.leave()
+                generator.turns.leave()
                 generator.prompts.cache.close()
             finally:
                 os._exit(128 + (ending.signum or signal.SIGTERM))

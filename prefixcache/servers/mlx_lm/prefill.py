@@ -1,16 +1,17 @@
 """Prefill under mlx_lm.server, with requests that are told apart and whole blocks that become what is stored.
 
-`RequestBatches` are mlx-lm's batches, which know whose their sequences are. In `Blockwise`, and in `stream` for requests
-that mlx-lm serves by themselves, an answer is made on what a hit will give: a prompt is computed in pieces that end where a
-block ends. After each, the rows of its blocks are coded, stored, and put back decoded into the cache that the model goes on
-with; so are those of an answer, when they fill a block. At its end the prompt is stored with its tail, for who asks that
-again. Decision 0028 says why.
+`RequestBatches` are mlx-lm's batches, which know whose their sequences are. With a `BlockKeeper`, and in `stream` for
+requests that mlx-lm serves by themselves, an answer is made on what a hit will give: a prompt is computed in pieces that end
+where a block ends. After each, the rows of its blocks are coded, stored, and put back decoded into the cache that the model
+goes on with; so are those of an answer, when they fill a block. At its end the prompt is stored with its tail, for who asks
+that again. Decision 0028 says why.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ from prefixcache.keys import BLOCK, chunks
 from prefixcache.layers.classes import read_leaf
 from prefixcache.servers.mlx_lm.errors import may_be_the_hits
 from prefixcache.servers.mlx_lm.tenant_cache import TenantPromptCache, TokenizedRequest
-from prefixcache.servers.mlx_lm.upstream import Batches, RequestTokens, request_of
+from prefixcache.servers.mlx_lm.upstream import Batches, RequestTokens, in_temporal_order, request_of, row_count
 
 log = logging.getLogger("prefixcache")
 
@@ -40,47 +41,53 @@ class Begun(NamedTuple):
     options: dict[str, Any]
 
 
-class RequestBatches(Batches):
-    """mlx-lm's batches, which know whose their sequences are, and go on when a step raises an exception.
+class RequestBatches:
+    """mlx-lm's batches (`upstream.Batches`), which know whose their sequences are, and go on when a step raises an exception.
+    It stands where mlx-lm's loop has its `BatchGenerator`.
 
-    That ends, with an error, the requests whose step it was: those whose prompts are computed, or those that generate. But
-    where one of them has begun with a hit and has no token of its answer yet, the hit is deleted, and all that have no token
-    yet are computed from their first token on.
+    An exception ends, with an error, the requests whose step it was: those whose prompts are computed, or those that
+    generate. But where one of them has begun with a hit and has no token of its answer yet, the hit is deleted, and all that
+    have no token yet are computed from their first token on.
     """
 
-    def __init__(self, *args: Any, prompts: TenantPromptCache, **options: Any):
+    def __init__(self, prompts: TenantPromptCache, *args: Any, **options: Any):
         self._prompts = prompts
         self._requests: dict[int, TokenizedRequest | None] = {}  # by uid
         self._begun: dict[int, Begun] = {}  # by uid, of those without a token of their answer
         self._generated: list[Any] = []  # in the present step
         self._is_whole = True  # False while a call changes the batch that generates, or what came of it
-        super().__init__(*args, **options)
+        self._batches = Batches(self, *args, **options)
+        self._blocks = None if prompts.exact_prefill else BlockKeeper(self._batches, prompts)
+        self.extract_cache, self.close = self._batches.extract_cache, self._batches.close
 
-    def insert_segments(self, segments: Any, *, caches: Any = None, all_tokens: Any = None, **options: Any) -> Any:
+    @property
+    def prompt_cache_nbytes(self) -> int:
+        return int(self._batches.prompt_cache_nbytes)
+
+    def insert_segments(self, segments: Any, *, all_tokens: Any = None, **options: Any) -> Any:
         known = all_tokens or [[] for _ in segments]
+        pieces = self._blocks.pieces_of(segments, known) if self._blocks is not None else segments
+        begun_with = {name: values for name, values in options.items() if name != "caches"}
         begun = [
-            Begun(
-                [list(segment) for segment in parts], list(tokens), {name: options[name][i : i + 1] for name in options}
-            )
+            Begun([list(segment) for segment in parts], list(tokens), {n: v[i : i + 1] for n, v in begun_with.items()})
             for i, (parts, tokens) in enumerate(zip(segments, known, strict=True))
         ]
-        uids = self._insert(segments, known, caches=caches, **options)
-        self._requests.update(zip(uids, map(request_of, known), strict=True))
-        self._begun.update(zip(uids, begun, strict=True))
+        uids = self._batches.insert_segments(pieces, all_tokens=known, **options)
+        for uid, of_sequence, tokens in zip(uids, begun, known, strict=True):
+            self._requests[uid], self._begun[uid] = request_of(tokens), of_sequence
+            if self._blocks is not None:
+                self._blocks.begin(uid, of_sequence)
         return uids
 
-    def _insert(self, segments: Any, known: Any, **options: Any) -> Any:
-        return super().insert_segments(segments, all_tokens=known, **options)
-
     def remove(self, uids: Any, *args: Any, **options: Any) -> Any:
-        removed = super().remove(uids, *args, **options)
+        removed = self._batches.remove(uids, *args, **options)
         for uid in uids:
             self._forget(uid)
         return removed
 
     def next(self) -> Any:
         try:
-            return super().next()
+            return self._batches.next()
         except Exception as error:
             return self._go_on_after(error)
         finally:
@@ -91,11 +98,15 @@ class RequestBatches(Batches):
             self._begun.pop(response.uid, None)
             if response.finish_reason is not None:
                 self._forget(response.uid)
+        if self._blocks is not None:
+            self._blocks.keep(prompt_responses, generated, self._requests)
         return prompt_responses, generated
 
     def _forget(self, uid: int) -> None:
         self._requests.pop(uid, None)
         self._begun.pop(uid, None)
+        if self._blocks is not None:
+            self._blocks.forget(uid)
 
     # -- a step that failed -------------------------------------------------------------------------------------------
 
@@ -114,9 +125,9 @@ class RequestBatches(Batches):
         """Answer for the requests whose step failed, and begin again those that a hit may have failed. What the step gave
         beside them is returned, as by `next`. Ranks can't go on: the hits are deleted, and the error is raised.
         """
-        untouched = self.waiting()
+        untouched = self._batches.waiting()
         if self._is_whole:
-            untouched |= {*self.generating.uids, *(response.uid for response in self._generated)}
+            untouched |= {*self._batches.generating.uids, *(response.uid for response in self._generated)}
         failed = {uid: self._requests[uid] for uid in sorted(self._requests.keys() - untouched)}
         blamed = (
             [uid for uid in failed if uid in self._begun and self._begun[uid].hit] if may_be_the_hits(error) else []
@@ -138,7 +149,7 @@ class RequestBatches(Batches):
         for uid in ended:
             answers[uid].fail(error)  # type: ignore[union-attr]
         # mlx-lm's loop removes those that are to stop when it hears of their progress.
-        heard = [self.told_of(uid) for uid in ended]
+        heard = [self._batches.told_of(uid) for uid in ended]
         if was_whole:
             return self.processed(heard, self._generated)
         return heard, [
@@ -149,9 +160,9 @@ class RequestBatches(Batches):
         """Drop the prompts that are computed, and where a step has left it in the middle of a change, the batch that
         generates.
         """
-        self.drop_prefilling()
+        self._batches.drop_prefilling()
         if not self._is_whole:
-            self.drop_generating()
+            self._batches.drop_generating()
             self._is_whole = True
         mx.clear_cache()
 
@@ -160,7 +171,9 @@ class RequestBatches(Batches):
         begun, request = self._begun[uid], self._requests[uid]
         first, *others = begun.segments
         self._forget(uid)
-        self.insert_as(uid, [begun.hit + first, *others], all_tokens=[RequestTokens([], request)], **begun.options)
+        known = [RequestTokens([], request)]
+        insert = partial(self.insert_segments, [[begun.hit + first, *others]], all_tokens=known, **begun.options)
+        self._batches.insert_as(uid, insert)
 
 
 def pieces_of(segments: Sequence[list[int]], at: int, step: int) -> list[list[int]]:
@@ -172,45 +185,44 @@ def pieces_of(segments: Sequence[list[int]], at: int, step: int) -> list[list[in
     return pieces
 
 
-class Blockwise(RequestBatches):
-    """Batches in which whole blocks are what is stored."""
+class BlockKeeper:
+    """Keeps the blocks that have become whole in a step of `batches`, and puts back what is stored of them."""
 
-    def __init__(self, *args: Any, **options: Any):
+    def __init__(self, batches: Batches, prompts: TenantPromptCache):
+        self._batches, self._prompts = batches, prompts
         self._kept: dict[int, int] = {}  # by uid: the tokens whose blocks are kept, or came from the cache
         self._ends: dict[int, set[int]] = {}  # by uid: the tokens computed where the caller's segments end
-        super().__init__(*args, **options)
 
-    def _insert(self, segments: Any, known: Any, **options: Any) -> Any:
-        cut = [
-            pieces_of([*filter(None, parts)], len(tokens), self.prefill_step_size)
-            for parts, tokens in zip(segments, known, strict=True)
-        ]
-        uids = super()._insert(cut, known, **options)
-        for uid, parts, tokens in zip(uids, segments, known, strict=True):
-            ends = [*accumulate(len(segment) for segment in parts if segment)]
-            self._ends[uid] = {*ends, ends[-1] - 1}
-            self._kept[uid] = len(tokens) // BLOCK * BLOCK
-        return uids
+    def pieces_of(self, segments: Any, known: Any) -> list[list[list[int]]]:
+        """Return the segments of sequences, of which some tokens are known, in pieces that end where a block does."""
+        step = self._batches.prefill_step_size
+        of_sequences = zip(segments, known, strict=True)
+        return [pieces_of([*filter(None, parts)], len(tokens), step) for parts, tokens in of_sequences]
 
-    def processed(self, prompt_responses: Any, generated: Any) -> Any:
-        super().processed(prompt_responses, generated)
+    def begin(self, uid: int, begun: Begun) -> None:
+        """Hear that a sequence was inserted."""
+        ends = [*accumulate(len(segment) for segment in begun.segments if segment)]
+        self._ends[uid] = {*ends, ends[-1] - 1}
+        self._kept[uid] = len(begun.hit) // BLOCK * BLOCK
+
+    def keep(self, prompt_responses: Any, generated: Any, requests: Mapping[int, TokenizedRequest | None]) -> None:
+        """Keep what a step has made whole. A response's end of a segment is the caller's, not that of a piece."""
         for response in prompt_responses:
             if not response.end_of_prompt:
                 done, total = response.progress
                 ends = self._ends.get(response.uid, {done})
                 response.end_of_segment = response.end_of_segment and done in ends
-                self._keep(self.prefilling, response.uid, total - done)
+                self._keep(self._batches.prefilling, response.uid, total - done, requests)
         for response in generated:
             if response.finish_reason is None:
-                self._keep(self.generating, response.uid, 0)
-        return prompt_responses, generated
+                self._keep(self._batches.generating, response.uid, 0, requests)
 
-    def _forget(self, uid: int) -> None:
-        super()._forget(uid)
+    def forget(self, uid: int) -> None:
+        """Hear that a sequence has gone."""
         self._kept.pop(uid, None)
         self._ends.pop(uid, None)
 
-    def _keep(self, batch: Any, uid: int, to_come: int) -> None:
+    def _keep(self, batch: Any, uid: int, to_come: int, requests: Mapping[int, TokenizedRequest | None]) -> None:
         """Keep the blocks of a sequence that have become whole."""
         if uid not in batch.uids or uid not in self._kept:
             return
@@ -218,23 +230,22 @@ class Blockwise(RequestBatches):
         tokens, since = batch.tokens[i], self._kept[uid]
         whole = len(tokens) // BLOCK * BLOCK
         if whole > since or to_come == 1:
-            layers = [_one_of(layer, i) for layer in batch.prompt_cache]
+            layers = [_single(layer, i) for layer in batch.prompt_cache]
             ready = tokens if to_come == 1 else tokens[:whole]
-            self._prompts.keep_blocks(self._requests[uid], ready, layers, since, to_come <= BLOCK)
+            self._prompts.keep_blocks(requests[uid], ready, layers, since, to_come <= BLOCK)
             for layer, single in zip(batch.prompt_cache, layers, strict=True):
                 _put_back(layer, i, single, since, whole)
             self._kept[uid] = whole
 
 
-def _one_of(batched: Any, i: int) -> Any:
-    """One sequence's layer cache; of a sequence that is alone, one that shares the batch's arrays."""
-    if hasattr(batched, "_temporal_order"):
-        batched._temporal_order()
+def _single(batched: Any, i: int) -> Any:
+    """Return one sequence's layer cache; of a sequence that is alone, one that shares the batch's arrays."""
+    in_temporal_order(batched)
     alone = type(batched).__name__ == "BatchKVCache" and batched.keys is not None and len(batched.keys) == 1
     if alone and not batched.left_padding.item():
-        made = KVCache()
-        made.keys, made.values, made.offset = batched.keys, batched.values, batched._idx
-        return made
+        layer = KVCache()
+        layer.keys, layer.values, layer.offset = batched.keys, batched.values, row_count(batched)
+        return layer
     return batched.extract(i)
 
 
@@ -244,7 +255,7 @@ def _put_back(batched: Any, i: int, single: Any, since: int, end: int) -> None:
         for layer, child in zip(batched.caches, single.caches, strict=True):
             _put_back(layer, i, child, since, end)
     elif type(batched).__name__ in ("BatchKVCache", "BatchRotatingKVCache") and single.keys is not batched.keys:
-        leaf, behind = read_leaf(single, "batch"), batched._idx - int(batched.offset[i].item())
+        leaf, behind = read_leaf(single, "batch"), row_count(batched) - int(batched.offset[i].item())
         for first, last in leaf.held:
             low, high = max(first, since), min(last, end)
             if low < high:

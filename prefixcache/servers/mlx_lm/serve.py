@@ -45,7 +45,7 @@ def serve(settings: Settings, flags: Sequence[str], options: ServeOptions) -> No
         ):
             opened = cache.stats()
             provider = Provider(args, options.rules.max_context)
-            generator = Generator(provider, cache, options.before, options.exact_prefill)
+            generator = Generator(provider, cache, options.before, exact_prefill=options.exact_prefill)
             try:
                 run(server, generator, ending, opened, options)
             finally:

@@ -23,10 +23,12 @@ from prefixcache.ranks.launcher import when_launcher_ends
 from prefixcache.ranks.watch import Watch
 from prefixcache.servers.mlx_lm.arguments import check_model
 from prefixcache.servers.mlx_lm.errors import ServeError, ServeFailed
+from prefixcache.servers.mlx_lm.generator import Generator
 from prefixcache.servers.mlx_lm.http_server import HttpServer
 from prefixcache.servers.mlx_lm.lifetime import POLL, Ending, died, end, is_ready, run, start_logging, tell
 from prefixcache.servers.mlx_lm.options import ServeOptions
-from prefixcache.servers.mlx_lm.rank_generator import RankGenerator, RankProvider
+from prefixcache.servers.mlx_lm.provider import Provider
+from prefixcache.servers.mlx_lm.rank_turns import RankLoading, RankTurns
 from prefixcache.settings import Settings
 
 log = logging.getLogger("prefixcache")
@@ -64,7 +66,7 @@ class Rank(NamedTuple):
     server: HttpServer | None
     cache: PrefixCache
     opened: Stats
-    generator: RankGenerator
+    generator: Generator
     watch: Watch
 
 
@@ -151,10 +153,10 @@ def _begin(
         if ranks.is_first:
             server = HttpServer(args.host, args.port, options.rules.allowed_hosts, args.allowed_origins)
         lost.cache = cache = PrefixCache(settings, group=group)
-        opened, provider = cache.stats(), RankProvider(args, ranks, watch, options.rules.max_context)
-        return Rank(
-            server, cache, opened, RankGenerator(provider, cache, options.before, options.exact_prefill, watch), watch
-        )
+        opened, turns = cache.stats(), RankTurns(ranks, watch)
+        provider = Provider(args, options.rules.max_context, RankLoading(ranks, watch))
+        generator = Generator(provider, cache, options.before, exact_prefill=options.exact_prefill, turns=turns)
+        return Rank(server, cache, opened, generator, watch)
     except BaseException as error:
         watch.close(f"rank {ranks.rank} could not go on: {error}")
         raise
@@ -179,7 +181,7 @@ def _decisive(settings: Settings, args: argparse.Namespace, options: ServeOption
     }
 
 
-def _follow(generator: RankGenerator, ending: Ending, opened: Stats, grace: float, watch: Watch) -> None:
+def _follow(generator: Generator, ending: Ending, opened: Stats, grace: float, watch: Watch) -> None:
     """Do what rank 0 does, until it ends."""
     if not is_ready(generator, ending):
         return

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn, Protocol
 
@@ -24,6 +25,7 @@ from mlx_lm import server, utils
 from mlx_lm.generate import BatchGenerator, stream_generate
 
 from prefixcache.servers.request_schema import RequestRefused
+from prefixcache.upstream import download
 
 MLX_LM_0_31 = version("mlx-lm").startswith("0.31.")
 FINGERPRINT = server.get_system_fingerprint()
@@ -66,43 +68,69 @@ def parse_flags(parser: type[argparse.ArgumentParser], flags: Sequence[str]) -> 
 # -- models -----------------------------------------------------------------------------------------------------------
 
 
-class _NameReader:
-    """Stands where `ModelProvider.load` has its provider, and takes the key that it would load."""
+ModelKey = tuple[Any, Any, Any]  # of mlx-lm's provider: model, adapter and draft model, as `load` names them
 
-    def __init__(self, provider: server.ModelProvider):
-        self._model_map, self._adapter_map = provider._model_map, provider._adapter_map
-        self._draft_model_map = provider._draft_model_map
-        self.model_key = self.model = self.tokenizer = None
-        self.key: tuple[Any, ...] = ()
+
+class Models(server.ModelProvider):
+    """mlx-lm's provider of models, which loads each by way of `load`.
+
+    Patch: `_load` is where every load can be reached, and `_model_map` has what a name means. Issue: none filed. Goes when a
+    provider can be told what to do before and after it loads.
+    """
+
+    def __init__(self, cli_args: argparse.Namespace, load: Callable[..., None]):
+        self._load_by, self._has_begun = load, False
+        super().__init__(cli_args)
+        served = cli_args.model
+        if served and Path(served).exists():  # as /v1/models lists it
+            self._model_map[str(Path(served).resolve())] = served
+
+    def load_default(self) -> None:
+        """Load the default model, once: mlx-lm's loop, entered again after a failure, goes on with what is loaded."""
+        if not self._has_begun:
+            super().load_default()
+            self._has_begun = True
+
+    def load_now(self, *key: Any) -> None:
+        """Load a model in the place of the one that is loaded, as mlx-lm does."""
+        super()._load(*key)
+
+    def drop(self) -> None:
+        """Forget the model that is loaded."""
+        if not MLX_LM_0_31:  # which has no `reset`
+            self.reset()
+
+    def key_of(self, *names: Any) -> ModelKey:
+        """Return the key of model, adapter and draft model that a request means by these names.
+
+        Patch: only `load` knows it, and releases differ in it, so it runs on an object that loads nothing. Issue: none
+        filed. Goes when mlx-lm resolves names apart from loading.
+        """
+        keys: list[tuple[Any, ...]] = []
+        maps = {name: getattr(self, name) for name in ("_model_map", "_adapter_map", "_draft_model_map")}
+        no_model = dict.fromkeys(("model_key", "model", "tokenizer"))
+        server.ModelProvider.load(SimpleNamespace(**maps, **no_model, _load=lambda *key: keys.append(key)), *names)
+        model, adapter, draft = (*keys[0], None, None)[:3]
+        return model, adapter, draft
+
+    def tokenizer_in(self, folder: Path) -> Any:
+        """Return the tokenizer of a model's folder, as `load` makes it."""
+        return utils.load_tokenizer(folder, self._tokenizer_config)
+
+    def look_at_files(self, name: str) -> None:
+        """Raise what mlx-lm would raise of a model's files, downloaded where need be, as far as that shows without their
+        weights. Private: `_get_classes`, which every release has. Issue: none filed. Goes when mlx-lm can check a model.
+        """
+        folder = download(name)
+        config = utils.load_config(folder)
+        if "model_file" not in config:
+            utils._get_classes(config)
+        if not any(folder.glob("model*.safetensors")):
+            raise FileNotFoundError("it has no model*.safetensors")
+        self.tokenizer_in(folder)
 
     def _load(self, *key: Any) -> None:
-        self.key = key
-
-
-def model_key(provider: server.ModelProvider, *names: Any) -> tuple[Any, Any, Any]:
-    """Return the key of model, adapter and draft model that a request means by these names.
-
-    Patch: only `load` knows it, and releases differ in it, so it runs on an object that loads nothing. Issue: none filed.
-    Goes when mlx-lm resolves names apart from loading.
-    """
-    reader = _NameReader(provider)
-    server.ModelProvider.load(reader, *names)
-    model, adapter, draft = (*reader.key, None, None)[:3]
-    return model, adapter, draft
-
-
-def look_at_files(name: str, tokenizer_config: dict[str, Any]) -> None:
-    """Raise what mlx-lm would raise of a model's files, downloaded where need be, as far as that shows without their weights.
-
-    Private: `_download` and `_get_classes`, which every release has. Issue: none filed. Goes when mlx-lm can check a model.
-    """
-    folder = utils._download(name)
-    config = utils.load_config(folder)
-    if "model_file" not in config:
-        utils._get_classes(config)
-    if not any(folder.glob("model*.safetensors")):
-        raise FileNotFoundError("it has no model*.safetensors")
-    utils.load_tokenizer(folder, tokenizer_config)
+        self._load_by(*key)
 
 
 # -- requests ---------------------------------------------------------------------------------------------------------
@@ -159,7 +187,7 @@ def is_given_up(context: Any) -> bool:
 LONG = ("messages", "prompt", "tools")  # fields that mlx-lm's reading of a body need not go through once more
 
 
-class Connection(Protocol):
+class ClientConnection(Protocol):
     """What `Completion` asks of the HTTP handler whose request it answers."""
 
     path: str
@@ -186,7 +214,7 @@ class Completion(server.APIHandler):
     when mlx-lm reads and answers a request apart from HTTP.
     """
 
-    def __init__(self, connection: Connection, generator: Any, fields: dict[str, Any]):
+    def __init__(self, connection: ClientConnection, generator: Any, fields: dict[str, Any]):
         self._connection = connection
         debugging = logging.getLogger().isEnabledFor(logging.DEBUG)  # it quotes the body
         self._long = {} if debugging else {name: fields.pop(name) for name in LONG if name in fields}
@@ -293,25 +321,28 @@ class Loop(server.ResponseGenerator):
         """Log nothing: mlx-lm would write a line and one for each type of prompt, and a request's own line follows."""
 
 
+class BatchSteps(Protocol):
+    """What `Batches` asks of its owner."""
+
+    def watched(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a call in the place of one that changes the batch that generates."""
+
+    def processed(self, prompt_responses: Any, generated: Any) -> Any:
+        """Return what a step gave, on its way to the loop."""
+
+
 class Batches(BatchGenerator):
-    """mlx-lm's batches, with names for what `RequestBatches` does with their inside.
+    """mlx-lm's batches, which tell `steps` of their steps, with names for what is done with their inside.
 
     Private: the two batches, the queue before them and the count of uids. Issue: none filed. Goes when `BatchGenerator`
     survives a step that fails, and lets a sequence begin again.
     """
 
-    def __init__(self, *args: Any, **options: Any):
+    def __init__(self, steps: BatchSteps, *args: Any, **options: Any):
         super().__init__(*args, **options)
-        self._generation_batch.next = self.watched(self._generation_batch.next)
-        self._generation_batch.extend = self.watched(self._generation_batch.extend)
-
-    def watched(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a call in the place of one that changes the batch that generates."""
-        return call
-
-    def processed(self, prompt_responses: Any, generated: Any) -> Any:
-        """Return what a step gave, on its way to the loop."""
-        return prompt_responses, generated
+        self._steps = steps
+        self._generation_batch.next = steps.watched(self._generation_batch.next)
+        self._generation_batch.extend = steps.watched(self._generation_batch.extend)
 
     @property
     def prefilling(self) -> Any:
@@ -339,15 +370,26 @@ class Batches(BatchGenerator):
         """Return a response that says nothing but that there is such a sequence."""
         return self._prompt_batch.Response(uid, (0, 0), False, False)
 
-    def insert_as(self, uid: int, segments: list[list[int]], **options: Any) -> None:
-        """Insert a sequence under a uid that it has had, by which the loop knows it."""
+    def insert_as(self, uid: int, insert: Callable[[], Any]) -> None:
+        """Have `insert` insert a sequence under a uid that it has had, by which the loop knows it."""
         last: int = self._uid_count  # type: ignore[has-type]
         self._uid_count = uid
-        self.insert_segments([segments], **options)
+        insert()
         self._uid_count = last
 
     def _next(self) -> Any:
-        return self.watched(self.processed)(*super()._next())
+        return self._steps.watched(self._steps.processed)(*super()._next())
+
+
+def row_count(batched: Any) -> int:
+    """Return how many rows of a batch's layer cache are used, padding included. Private: `_idx`. Issue: none filed."""
+    return int(batched._idx)
+
+
+def in_temporal_order(batched: Any) -> None:
+    """Let a batch's window have its rows in the order of their tokens. Private: `_temporal_order`. Issue: none filed."""
+    if hasattr(batched, "_temporal_order"):
+        batched._temporal_order()
 
 
 @contextmanager

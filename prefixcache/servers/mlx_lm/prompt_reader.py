@@ -1,0 +1,106 @@
+"""A request's prompt read by mlx-lm, on its client's thread or on the one that generates, and refused there where the model
+can't serve it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from prefixcache.keys import as_tokens
+from prefixcache.servers.mlx_lm.client_template import ClientTemplate
+from prefixcache.servers.mlx_lm.context import room_for, too_long
+from prefixcache.servers.mlx_lm.provider import LoadedModel, Provider
+from prefixcache.servers.mlx_lm.upstream import MLX_LM_0_31, has_images
+from prefixcache.servers.request_schema import TEMPLATE, RequestRefused
+
+RENDERED = 1 << 26  # bytes that a request's own chat template may render
+
+
+class EarlyTokens(NamedTuple):
+    """What mlx-lm's `_tokenize` gave on the client's thread, with this tokenizer."""
+
+    tokenizer: Any
+    tokenized: Any
+
+
+class PromptReader:
+    """Reads prompts of one server by `tokenize`, mlx-lm's."""
+
+    def __init__(self, provider: Provider, tokenize: Callable[[Any, Any, Any], Any]):
+        self._provider, self._tokenize = provider, tokenize
+
+    def read_early(self, request: Any, args: Any) -> None:
+        """Read a prompt on its client's thread, if its model is loaded; else see whether the model can be. A prompt with
+        images is left to the loop, since it needs MLX.
+        """
+        loaded = self._provider.loaded_as(args.model)
+        if _brings_template(args) and has_images(request):
+            raise RequestRefused(f"{TEMPLATE}: not rendered for messages with images; leave one of them out")
+        if loaded is not None:
+            if not has_images(request):
+                request.early_tokens = EarlyTokens(loaded.tokenizer, self._read(loaded, request, args))
+            return
+        if _brings_template(args):
+            raise RequestRefused(f"{TEMPLATE}: its model is not loaded; ask it once without a template, then with it")
+        self._provider.look_up(args.model)
+
+    def read(self, loaded: LoadedModel, request: Any, args: Any) -> Any:
+        """Return what mlx-lm's `_tokenize` gives, which `read_early` may have read; once, since the loop changes it."""
+        early: EarlyTokens | None = getattr(request, "early_tokens", None)
+        request.early_tokens = None
+        if early is not None and early.tokenizer is loaded.tokenizer:
+            return early.tokenized
+        if _brings_template(args):  # never on the thread that generates
+            raise RequestRefused(f"{TEMPLATE}: another model was loaded in between; ask again", 503)
+        return self._read(loaded, request, args)
+
+    def _read(self, loaded: LoadedModel, request: Any, args: Any) -> Any:
+        check_sampling(args, loaded.vocabulary)
+        tokenizer, rendered = loaded.tokenizer, RENDERED
+        if loaded.context is not None and loaded.longest:
+            rendered = min(rendered, 4 * loaded.context * loaded.longest)  # bytes of UTF-8
+            if (least := _characters(request) // loaded.longest) >= loaded.context:
+                raise RequestRefused(too_long(f"at least {least}", loaded.context))
+        if _brings_template(args):
+            tokenizer = ClientTemplate(tokenizer, rendered)
+        messages = copy.deepcopy(request.messages)  # mlx-lm rewrites them in place
+        try:
+            tokenized = self._tokenize(tokenizer, replace(request, messages=messages), args)
+        except RequestRefused:
+            raise
+        except Exception as error:  # of the template, or of what mlx-lm does with messages, tools and images
+            missing = " is missing" if isinstance(error, KeyError) else ""
+            raise RequestRefused(f"the prompt can't be read: {str(error)[:200]}{missing}") from error
+        tokens = len(as_tokens(tokenized[0]))
+        if tokens == 0:  # the loop would die of it
+            raise RequestRefused("the prompt has no tokens: give some text")
+        room_for(tokens, loaded.context)
+        return tokenized
+
+
+def check_sampling(args: Any, size: int) -> None:
+    """RequestRefused for what would end the thread that generates, or the process, once it samples from so many tokens."""
+    if args.sampling.xtc_probability and MLX_LM_0_31:
+        text = "xtc_probability, xtc_threshold: mlx-lm 0.31 fails of them; leave them out, or install mlx-lm 0.32"
+        raise RequestRefused(text)
+    for name, number in (("top_k", args.sampling.top_k), ("top_logprobs", args.top_logprobs)):
+        if not number < size:
+            raise RequestRefused(f"{name}={number}: the model has {size} tokens; give less")
+    for token in args.logits.logit_bias or ():
+        if not 0 <= token < size:
+            raise RequestRefused(f"logit_bias of token {token}: the model has tokens 0 to {size - 1}")
+
+
+def _brings_template(args: Any) -> bool:
+    return TEMPLATE in (args.chat_template_kwargs or {})
+
+
+def _characters(request: Any) -> int:
+    """Return how long the texts of a prompt are."""
+    contents = [request.prompt, *(message.get("content") for message in request.messages)]
+    parts = [part for content in contents for part in (content if isinstance(content, list) else [content])]
+    texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
+    return sum(len(text) for text in texts if isinstance(text, str))

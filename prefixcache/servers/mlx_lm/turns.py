@@ -1,0 +1,145 @@
+"""When a request's turn comes: what it waits for, how often the loop looks for the next one, and what of this hangs on there
+being one process (`Turns`) or several (`rank_turns.RankTurns`).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext, suppress
+from queue import Empty, Queue
+from typing import Any, NamedTuple, Protocol
+
+import mlx.core as mx
+
+from prefixcache.servers.in_flight import Awaited
+from prefixcache.servers.mlx_lm.answers import Answers
+from prefixcache.servers.mlx_lm.prompt_reader import PromptReader
+from prefixcache.servers.mlx_lm.provider import Provider
+from prefixcache.servers.mlx_lm.upstream import Loop
+
+STEPS = 0.5  # seconds of steps, at most, between two looks for a request
+IDLE_LOOKS = 30  # in a row that find no request: mlx-lm's loop waits .1 s for one
+WAKE = object()  # in the queue of requests: look at the deferred ones
+
+
+class Wait(NamedTuple):
+    """A request waits until something is `done`, at the latest until `until` (of time.monotonic())."""
+
+    done: Callable[[], bool]
+    until: float
+
+    def over(self) -> bool:
+        return self.done() or time.monotonic() >= self.until
+
+
+class DeferredRequest(NamedTuple):
+    """A request, and what it waits for."""
+
+    item: Any
+    wait: Wait | Awaited
+
+
+class TimeBudget:
+    """How long the batch goes on before the loop looks at requests: until one waits or `seconds` are over, and one step at
+    least.
+    """
+
+    def __init__(self, request_waits: Callable[[], bool], seconds: float = STEPS):
+        self._request_waits, self._seconds = request_waits, seconds
+
+    def __iter__(self) -> Iterator[None]:
+        until = time.monotonic() + self._seconds
+        yield
+        while not self._request_waits() and time.monotonic() < until:
+            yield
+
+
+class IdlePool:
+    """The buffers that MLX has freed and keeps for the next arrays. After `IDLE_LOOKS` for a request in vain they are given
+    back to the system, once.
+    """
+
+    def __init__(self, empty: Callable[[], None] = mx.clear_cache):
+        self._empty = empty
+        self._looks = 0
+
+    def look(self, *, busy: bool) -> None:
+        """Count one look. `busy`: a request came, waits, or is under way."""
+        self._looks = 0 if busy else self._looks + 1
+        if self._looks == IDLE_LOOKS:
+            self._empty()
+
+
+class Requests(Protocol):
+    """What `Turns` ask of the generator whose requests they take."""
+
+    model_provider: Provider
+    reader: PromptReader
+    requests: Queue[Any]
+    loop: Loop
+    answering: set[Answers]
+
+
+class Turns:
+    """What the thread that generates decides before each step, as one process decides it: by itself.
+
+    `seconds`: of steps between two looks for a request. `thread`: runs the loop; None for one of its own. `is_first`: clients
+    are answered here.
+    """
+
+    seconds = STEPS
+    thread: threading.Thread | None = None
+    is_first = True
+
+    def name_part(self, model_key: Any, model: Any) -> str:
+        """Return what stands behind the identity of a model, just loaded, in the name of its prompts."""
+        return ""
+
+    def begin_look(self, timeout: float | None, *, deferred: bool) -> float | None:
+        """Hear that the loop looks for a request. Return how many seconds it waits for one; None for not at all."""
+        return timeout
+
+    def take(self, of: Requests, timeout: float | None) -> Any:
+        """Return what a client has sent, as `(queue, request, args)`, or None. `timeout`: as `begin_look` gives it."""
+        with suppress(Empty):
+            return of.requests.get(block=timeout is not None, timeout=timeout)
+        return None
+
+    def any_waits(self, of: Requests, waits: Callable[[], bool]) -> bool:
+        """Return whether the loop should look at requests. `waits`: whether there is one."""
+        return waits()
+
+    def over(self, waits: list[Wait | Awaited]) -> int | None:
+        """Return the place of a wait that is over, or None."""
+        return next((place for place, wait in enumerate(waits) if wait.over()), None)
+
+    def awaited(self, find: Callable[[], Awaited | None]) -> Wait | Awaited | None:
+        """Return whom a request waits for, as `find` says."""
+        return find()
+
+    def tokens(self, request: Any, read: Callable[[], Any]) -> Any:
+        """Return a request's tokens, as `read` gives them."""
+        return read()
+
+    def must(self, what: str, request: Any = None) -> AbstractContextManager[None]:
+        """Within it an exception is the request's alone. `what` says what has failed."""
+        return nullcontext()
+
+    def begin_alone(self, answers: Answers) -> None:
+        """Hear that a request is served by itself, by `stream`, from here on."""
+
+    def stream(self, begin: Callable[..., Iterator[Any]], options: dict[str, Any]) -> Iterator[Any]:
+        """Return the answer that `begin` gives with these options."""
+        return begin(**options)
+
+    def rest(self) -> None:
+        """Hear that the thread does something now that may take any time."""
+
+    def stop(self, loop: Loop) -> None:
+        """End the loop after its present step."""
+        loop.stop()
+
+    def leave(self) -> None:
+        """Hear that the process ends at once, in the middle of loading."""
