@@ -14,7 +14,9 @@ from typing import Any
 
 import mlx.core as mx
 from mlx_lm import utils
-from mlx_lm.models import base
+from mlx_lm.models import base, cache
+
+LayerCache = cache._BaseCache  # what mlx-lm's layer caches have in common, which has no public name
 
 # -- attention --------------------------------------------------------------------------------------------------------
 
@@ -100,6 +102,15 @@ def download(name: str, **options: Any) -> Path:
     Private: `_download`, which every release has. Issue: none filed. Goes when mlx-lm offers it.
     """
     return Path(utils._download(name, **options))
+
+
+def classes_of(config: dict[str, Any]) -> tuple[Any, Any]:
+    """Return mlx-lm's classes of a config's model and of its arguments.
+
+    Private: `_get_classes`, which every release has. Issue: none filed. Goes when mlx-lm offers it.
+    """
+    model, arguments = utils._get_classes(config)
+    return model, arguments
 
 
 def known_options(call: Callable[..., Any], **options: Any) -> dict[str, Any]:

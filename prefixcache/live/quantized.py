@@ -17,7 +17,7 @@ from mlx_lm.models.base import create_causal_mask
 
 from prefixcache.live import ragged
 from prefixcache.live.ragged import Arrays
-from prefixcache.upstream import hook_attention
+from prefixcache.upstream import LayerCache, hook_attention
 
 SCORES = 2**25  # float32 scores that a prefill holds at once: 128 MiB; more queries than that go in pieces
 ALIKE = "make every cache of a batch with the same bits and group_size, and for one model"
@@ -216,7 +216,7 @@ class QuantizedKVCache(_Quantized, mlx_lm_cache.QuantizedKVCache):
         return BatchQuantizedKVCache.merge(caches)
 
 
-class BatchQuantizedKVCache(_Quantized, mlx_lm_cache._BaseCache):
+class BatchQuantizedKVCache(_Quantized, LayerCache):
     """Quantised rows of B sequences, left-padded so that their last tokens are in the same row.
 
     The protocol is that of mlx-lm's BatchKVCache. Sequence b has its tokens in rows `left_padding[b]` to `_idx`, of

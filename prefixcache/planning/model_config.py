@@ -150,11 +150,11 @@ def build_model(config: Config, dtype: str) -> nn.Module:
 
 def _classes(config: Config) -> tuple[Any, Any]:
     """mlx-lm's classes of the config's model and of its arguments."""
-    from mlx_lm.utils import _get_classes  # only when asked: it takes seconds
+    from prefixcache.upstream import classes_of  # only when asked: it takes seconds
 
     family = config["model_type"]
     try:
-        return _get_classes(config)
+        return classes_of(config)
     except SystemExit:
         raise ModelError(
             f"model_type={family!r}: mlx-lm needs another package for it, which is not installed"

@@ -252,10 +252,10 @@ def _download(name: str) -> Path:
         raise NotWarmed(
             f"--model {name}: no such folder; give a model's folder, or its name on Hugging Face (owner/name)"
         )
-    from mlx_lm.utils import _download  # not public, but what `mlx_lm.load` does in every release
+    from prefixcache.upstream import download
 
     try:
-        return Path(_download(name))
+        return download(name)
     except Exception as error:  # what the Hub raises has no common class
         raise NotWarmed(
             f"--model {name}: no such folder, and Hugging Face doesn't give it: {_one_line(error)}"

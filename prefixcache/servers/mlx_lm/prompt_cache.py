@@ -33,7 +33,7 @@ ROOM = 2048  # tokens that a hit can grow by before its layers do: mlx_lm.server
 Stamp = tuple[tuple[str, int, int], ...]  # path, bytes and time of change of files
 
 
-class TieredPromptCache(LRUPromptCache):
+class TieredPromptCache:
     """mlx-lm's prompt cache, bounded in bytes, on RAM and SSD: the interface of `LRUPromptCache`.
 
     What a hit gives is the caller's own, and leaves at least one token to compute. Model keys are mlx_lm.server's (model,
@@ -62,7 +62,9 @@ class TieredPromptCache(LRUPromptCache):
         key, or its `CacheForm`: what was stored in another form is then a miss, see `PrefixCache.prompt`. `longest_wait`:
         seconds that a lookup waits for the SSD at most; it waits as long as that is quicker than computing.
         """
-        super().__init__(1 << 62 if max_size is None else max_size, 1 << 62 if max_bytes is None else max_bytes)
+        self.max_size = 1 << 62 if max_size is None else max_size
+        self.max_bytes = 1 << 62 if max_bytes is None else max_bytes
+        self._live = LRUPromptCache(self.max_size, self.max_bytes)  # objects that are kept as they are
         self.cache = cache
         self.reading = ReadOrCompute(cache, longest_wait)
         self.failed = 0  # inserts that could not be kept
@@ -86,9 +88,9 @@ class TieredPromptCache(LRUPromptCache):
             self._wait_for_ssd(prompt)  # others may insert meanwhile
             with self._turn:
                 prompt_cache, rest = self._fetch(prompt)
-                if super().__len__():
+                if len(self._live):
                     key = prompt.model, prompt.salt
-                    live, live_rest = super().fetch_nearest_cache(key, list(prompt.given))
+                    live, live_rest = self._live.fetch_nearest_cache(key, list(prompt.given))
                     if live is not None and (prompt_cache is None or len(live_rest) < len(rest)):
                         return live, live_rest
                 return prompt_cache, rest
@@ -131,10 +133,10 @@ class TieredPromptCache(LRUPromptCache):
         with self._turn:
             try:
                 if n_sequences is not None:
-                    super().trim_to(n_sequences=n_sequences - self.cache.stats().sequences)  # live objects go first
-                    self.cache.keep(max(n_sequences - super().__len__(), 0))
+                    self._live.trim_to(n_sequences=n_sequences - self.cache.stats().sequences)  # these go first
+                    self.cache.keep(max(n_sequences - len(self._live), 0))
                 if n_bytes is not None:
-                    super().trim_to(n_bytes=n_bytes)
+                    self._live.trim_to(n_bytes=n_bytes)
                     self._pay_for_live()
                     self._trim_ram(n_bytes)
                 self._pay_for_live()
@@ -143,16 +145,16 @@ class TieredPromptCache(LRUPromptCache):
 
     def __len__(self) -> int:
         """Sequences that can be had, from RAM or SSD; one that another goes on from is not counted."""
-        return super().__len__() + self.cache.stats().sequences
+        return len(self._live) + self.cache.stats().sequences
 
     @property
     def nbytes(self) -> int:
         """Bytes of RAM that hold prompt caches."""
-        return int(self._n_bytes) + self.cache.stats().ram_images
+        return int(self._live.nbytes) + self.cache.stats().ram_images
 
     def stats_by_type(self) -> dict[str, dict[str, int]]:
         """By cache type: sequences, and bytes in RAM. What the SSD brought after a restart is of type "restored"."""
-        by_type: dict[str, dict[str, int]] = super().stats_by_type()
+        by_type: dict[str, dict[str, int]] = self._live.stats_by_type()
         for label, counted in self.cache.stats().labels.items():
             of_type = by_type.setdefault(label or RESTORED, {"n_sequences": 0, "n_bytes": 0})
             of_type["n_sequences"] += counted.sequences
@@ -162,15 +164,15 @@ class TieredPromptCache(LRUPromptCache):
     def drop_live(self) -> None:
         """Let go of the objects that are kept as they are."""
         with self._turn:
-            super().trim_to(n_sequences=0)
+            self._live.trim_to(n_sequences=0)
             self._pay_for_live()
 
     def _trim_ram(self, nbytes: int) -> None:
         """Evict images from RAM until they and the live objects take no more than this."""
         stats = self.cache.stats()
-        if stats.ram_images + self._n_bytes > nbytes:
+        if stats.ram_images + self._live.nbytes > nbytes:
             beside = stats.ram_nodes + stats.ram_reserved
-            self.cache.trim_to(max(nbytes - self._n_bytes, 0) + beside, wait=0)
+            self.cache.trim_to(max(nbytes - self._live.nbytes, 0) + beside, wait=0)
 
     # -- names ----------------------------------------------------------------------------------------------------------
 
@@ -237,16 +239,16 @@ class TieredPromptCache(LRUPromptCache):
             return self._fail(error)
         nbytes = sum(layer.nbytes for layer in prompt_cache)
         while not self._pay_for_live(nbytes):
-            if not super().__len__():
+            if not len(self._live):
                 return self._fail(error)
-            super().trim_to(n_sequences=super().__len__() - 1)
+            self._live.trim_to(n_sequences=len(self._live) - 1)
         key = prompt.model, prompt.salt
-        super().insert_cache(key, list(prompt.given), prompt_cache, cache_type=cache_type)
+        self._live.insert_cache(key, list(prompt.given), prompt_cache, cache_type=cache_type)
         self._pay_for_live()
 
     def _pay_for_live(self, more: int = 0) -> bool:
         """Reserve what the objects take, and `more`. False when the budget has no room."""
-        missing = self._n_bytes + more - sum(reservation.left for reservation in self._live_room)
+        missing = self._live.nbytes + more - sum(reservation.left for reservation in self._live_room)
         if missing > 0:
             reservation = self.cache.reserve(missing)
             if reservation is None:

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models.cache import LRUPromptCache
 
 from prefixcache.cache import PrefixCache
 from prefixcache.keys import as_tokens
@@ -113,8 +112,7 @@ class TenantPromptCache(TieredPromptCache):
             request.answers.begin_without_hit()
         with self._turn:
             try:
-                LRUPromptCache.trim_to(self, n_sequences=0)  # it may have been one of those that are kept as they are
-                self._pay_for_live()
+                self.drop_live()  # it may have been one of those that are kept as they are
                 self.cache.drop_hit(request.prompt, depth)
             except Exception as failure:
                 self._fail(failure)

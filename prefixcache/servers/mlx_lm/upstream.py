@@ -25,7 +25,7 @@ from mlx_lm import server, utils
 from mlx_lm.generate import BatchGenerator, stream_generate
 
 from prefixcache.servers.request_schema import RequestRefused
-from prefixcache.upstream import download
+from prefixcache.upstream import classes_of, download
 
 MLX_LM_0_31 = version("mlx-lm").startswith("0.31.")
 FINGERPRINT = server.get_system_fingerprint()
@@ -119,12 +119,12 @@ class Models(server.ModelProvider):
 
     def look_at_files(self, name: str) -> None:
         """Raise what mlx-lm would raise of a model's files, downloaded where need be, as far as that shows without their
-        weights. Private: `_get_classes`, which every release has. Issue: none filed. Goes when mlx-lm can check a model.
+        weights.
         """
         folder = download(name)
         config = utils.load_config(folder)
         if "model_file" not in config:
-            utils._get_classes(config)
+            classes_of(config)
         if not any(folder.glob("model*.safetensors")):
             raise FileNotFoundError("it has no model*.safetensors")
         self.tokenizer_in(folder)
