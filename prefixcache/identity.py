@@ -68,8 +68,8 @@ class Weights(NamedTuple):
 
 
 def model_identity(path: str | Path, adapter: str | Path | None = None) -> str:
-    """The text to give as `model=`: `name@hash|code hash`, or `name@hash+hash|code hash` with an adapter. New weights have
-    another one, and so has new code.
+    """Return the text to give as `model=`: `name@hash|code hash`, or `name@hash+hash|code hash` with an adapter. New weights
+    have another one, and so has new code.
 
     `path` is the model's folder, as mlx-lm loads it: config.json and model*.safetensors. Where there is no such folder, it
     is a Hugging Face repo id, and the local cache of their hub is asked, never the network. Loading a repo may download
@@ -109,12 +109,12 @@ def model_identity(path: str | Path, adapter: str | Path | None = None) -> str:
 
 
 def nameless() -> str:
-    """A name for weights whose files can't be found: given once, and in this process only, so that they meet no others."""
+    """Return a name for weights whose files can't be found, once and in this process only, so that they meet no others."""
     return f"process-{os.getpid()}-{_BORN:x}-{next(_nameless)}"
 
 
 def version_of(distribution: str) -> str:
-    """The version of an installed package; "" where it isn't installed."""
+    """Return the version of an installed package; "" where it isn't installed."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -125,7 +125,7 @@ def version_of(distribution: str) -> str:
 
 
 def folder_of(path: str | Path) -> Path:
-    """The folder that a model's path or repo id means now: of a repo, the snapshot in the local cache that `main` names.
+    """Return the folder that a model's path or repo id means now: of a repo, the local snapshot that `main` names.
     Errors as of `model_identity`.
     """
     folder = _folder(path)
@@ -148,7 +148,7 @@ def _adapter_folder(path: str | Path) -> Path:
 
 
 def _folder(path: str | Path) -> Path | None:
-    """The folder itself, whichever way was given to it; None when there is none."""
+    """Return the folder itself, whichever way was given to it; None when there is none."""
     if not isinstance(path, (str, Path)):
         raise TypeError(f"path of type {type(path).__name__}: give a folder as a str or Path")
     folder = Path(os.path.expanduser(path))
@@ -156,7 +156,7 @@ def _folder(path: str | Path) -> Path | None:
 
 
 def _snapshot(repo_id: str) -> Path:
-    """The folder in which the Hugging Face cache keeps a repo's files."""
+    """Return the folder in which the Hugging Face cache keeps a repo's files."""
     from huggingface_hub import constants, snapshot_download
 
     wanted = ["config.json", "hf_quant_config.json", _INDEX, _WEIGHTS]  # complete as far as it is read here
@@ -196,7 +196,7 @@ def _adapter(folder: Path) -> bytes:
 
 
 def _code(folder: Path, config: dict[str, Any]) -> bytes:
-    """The module that builds the model in place of mlx-lm's own; empty for none."""
+    """Return the module that builds the model in place of mlx-lm's own; empty for none."""
     name = config.get("model_file")
     if name is None:
         return b""
@@ -210,7 +210,7 @@ def _index(path: Path) -> bytes:
 
 
 def _weights(paths: list[Path]) -> bytes:
-    """The hash of weights files: what their headers say, and a sample of every tensor."""
+    """Return the hash of weights files: what their headers say, and a sample of every tensor."""
     files = [_header(path) for path in paths]
     count = _places_each([tensor.size for file in files for tensor in file.tensors])
     batches = [
@@ -230,21 +230,21 @@ def _described(file: Weights) -> bytes:
 
 
 def _sample(path: Path, tensors: list[Tensor], count: int) -> bytes:
-    """The hash of these tensors' bytes, at `count` places of each."""
+    """Return the hash of these tensors' bytes, at `count` places of each."""
     with _opened(path) as (file, _):
         read = [_read(path, file, *place) for tensor in tensors for place in _places(tensor, count)]
     return _hash("sample", *read)
 
 
 def _places_each(sizes: list[int]) -> int:
-    """How many places of each tensor are read, by the bytes of all."""
+    """Return how many places of each tensor are read, by the bytes of all."""
     if sum(sizes) <= WHOLE:
         return WHOLE // PLACE  # no tensor has more
     return max(1, min(PLACES, READS // len(sizes)))
 
 
 def _places(tensor: Tensor, count: int) -> Iterator[tuple[int, int]]:
-    """What is read of a tensor: (where in the file, bytes), one place in each of `count` equal parts.
+    """Give what is read of a tensor: (where in the file, bytes), one place in each of `count` equal parts.
 
     They are drawn, since places at equal distances fall into the same columns of every row.
     """
@@ -259,7 +259,7 @@ def _places(tensor: Tensor, count: int) -> Iterator[tuple[int, int]]:
 
 
 def _hash(kind: str, *fields: bytes) -> bytes:
-    """A keyed BLAKE2b of fields, each behind its length: no two lists of fields run together."""
+    """Return a keyed BLAKE2b of fields, each behind its length: no two lists of fields run together."""
     state = hashlib.blake2b(digest_size=_DIGEST, key=_KEY)
     for field in (kind.encode(), *fields):
         state.update(len(field).to_bytes(8, "little"))
@@ -291,7 +291,7 @@ def _program(folder: Path, config: dict[str, Any]) -> str:
 
 
 def _package() -> Path:
-    """The folder of mlx-lm, which is not imported for that. LookupError where it isn't installed as files."""
+    """Return the folder of mlx-lm, which is not imported for that. LookupError where it isn't installed as files."""
     spec = importlib.util.find_spec(_LIBRARY)
     if spec is None or not spec.submodule_search_locations:
         raise LookupError(_LIBRARY)
@@ -299,7 +299,7 @@ def _package() -> Path:
 
 
 def _module_of(package: Path, config: dict[str, Any]) -> Path:
-    """The module that mlx-lm makes a model of. LookupError where the config says none."""
+    """Return the module that mlx-lm makes a model of. LookupError where the config says none."""
     by_type, by_architecture = (_remapped(package / "utils.py").get(name, {}) for name in _REMAPPED)
     model_type, architectures = config["model_type"], config.get("architectures") or ()
     architectures = (architectures,) if isinstance(architectures, str) else architectures
@@ -314,7 +314,7 @@ def _module_of(package: Path, config: dict[str, Any]) -> Path:
 
 @cache
 def _remapped(path: Path) -> dict[str, dict[Any, str]]:
-    """The tables of a file that say which module is meant. ValueError for one that is no plain dictionary."""
+    """Return the tables of a file that say which module is meant. ValueError for one that is no plain dictionary."""
     tables: dict[str, dict[Any, str]] = {}
     for statement in ast.parse(path.read_bytes()).body:
         if isinstance(statement, ast.Assign):
@@ -324,18 +324,18 @@ def _remapped(path: Path) -> dict[str, dict[Any, str]]:
 
 
 def _code_hash(package: Path, start: Path) -> str:
-    """The hash of a module and of all modules of mlx-lm that it reaches. `start` itself, where it lies elsewhere, is the
+    """Return the hash of a module and of all modules of mlx-lm that it reaches. `start`, where it lies elsewhere, is the
     model's, and hashed with it.
     """
     first, files = _source(package, start), {}
     if start.parent.parent == package:
         files[start] = first.digest
-    found = [*first.imports]
-    while found:
-        path = found.pop()
+    unread = [*first.imports]
+    while unread:
+        path = unread.pop()
         if path not in files:
             files[path], imports = _source(package, path)
-            found += imports
+            unread += imports
     named = [(path.relative_to(package).as_posix(), digest) for path, digest in files.items()]
     return _hash("code", *(field for name, digest in sorted(named) for field in (name.encode(), digest))).hex()[
         : 2 * _CODE
@@ -343,7 +343,7 @@ def _code_hash(package: Path, start: Path) -> str:
 
 
 def _source(package: Path, path: Path) -> _ParsedModule:
-    """Of a file of mlx-lm: as it was first read, which is as this process has imported it, or will."""
+    """Return a file of mlx-lm as it was first read, which is as this process has imported it, or will."""
     return _read_once(package, path) if path.is_relative_to(package) else _parsed(package, path)
 
 
@@ -376,7 +376,7 @@ def _parsed(package: Path, path: Path) -> _ParsedModule:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[tuple[int, int]]:
-    """A file open for reading, and its size."""
+    """Give a file open for reading, and its size."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would wait for its writer
     except FileNotFoundError:
@@ -405,7 +405,7 @@ def _content(path: Path) -> bytes:
 
 
 def _json(path: Path) -> tuple[dict[str, Any], bytes]:
-    """A JSON object without what isn't state, and its canonical text."""
+    """Return a JSON object without what isn't state, and its canonical text."""
     data = _content(path)
     try:
         value = json.loads(data, object_hook=_state)
@@ -427,7 +427,7 @@ def _text(value: Any) -> bytes:
 
 
 def _header(path: Path) -> Weights:
-    """What a safetensors file says of its tensors; ValueError when that can't be true of this file."""
+    """Return what a safetensors file says of its tensors; ValueError when that can't be true of this file."""
     with _opened(path) as (file, size):
         length = int.from_bytes(_read(path, file, 0, 8), "little")
         if length > min(_TEXT, size - 8):
@@ -444,7 +444,7 @@ def _header(path: Path) -> Weights:
 
 
 def _tensor(path: Path, name: str, entry: Any, data: int, size: int) -> Tensor:
-    """A header's entry for a tensor, checked against where the file's data begins and ends."""
+    """Return a header's entry for a tensor, checked against where the file's data begins and ends."""
     match entry:
         case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(first), int(end)]} if (
             all(type(n) is int and n >= 0 for n in shape) and 0 <= first <= end

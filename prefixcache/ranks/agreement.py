@@ -44,19 +44,19 @@ class Ranks:
         return self.rank == 0
 
     def least(self, *values: int) -> list[int]:
-        """Of each value (32 bits, signed) the least that a rank has."""
+        """Return of each value (32 bits, signed) the least that a rank has."""
         return self._result(mx.distributed.all_min(_integers(values), group=self.group))
 
     def most(self, *values: int) -> list[int]:
-        """Of each value (32 bits, signed) the most that a rank has."""
+        """Return of each value (32 bits, signed) the most that a rank has."""
         return self._result(mx.distributed.all_max(_integers(values), group=self.group))
 
     def each(self, value: int) -> list[int]:
-        """The value of every rank."""
+        """Return the value of every rank."""
         return self._result(mx.distributed.all_gather(_integers([value]), group=self.group))
 
     def any(self, here: bool) -> bool:
-        """Whether it is so on any rank."""
+        """Return whether `here` is true on any rank."""
         return bool(self.most(int(here))[0])
 
     def from_first(self, value: Value) -> Value:
@@ -72,7 +72,7 @@ class Ranks:
         return value if self.is_first else pickle.loads(np.array(shared).data)
 
     def done_by_first(self, work: Callable[[], Value]) -> Value:
-        """What `work` gives on rank 0, which alone does it. Where it fails, a RuntimeError with its text on all ranks."""
+        """Return what `work` gives on rank 0, which alone does it. RuntimeError with its text on all ranks where it fails."""
         told: tuple[Value | None, str | None] = None, None
         if self.is_first:
             try:
@@ -85,7 +85,7 @@ class Ranks:
         return value  # type: ignore[return-value]
 
     def done_by_all(self, work: Callable[[], Value], what: str) -> Value:
-        """What `work` gives here, once it has succeeded on every rank. Else its error where it failed, and on the others a
+        """Return what `work` gives here, once it has succeeded on all ranks. Else its error where it failed, elsewhere a
         RuntimeError that names the ranks that could not do `what`. No collective may run within it.
         """
         value, failed = None, None
@@ -101,7 +101,7 @@ class Ranks:
         return value  # type: ignore[return-value]
 
     def differing(self, values: Mapping[str, Any]) -> list[str]:
-        """The names under which the ranks have different values; all must ask for the same names."""
+        """Return the names under which the ranks have different values; all must ask for the same names."""
         hashes = [number_of(repr(value).encode()) for value in values.values()]
         told = self.least(*hashes, *(-one for one in hashes))
         return [name for name, low, high in zip(values, told, told[len(hashes) :], strict=False) if low != -high]
@@ -139,7 +139,7 @@ def named(ranks: Sequence[int]) -> str:
 
 
 def number_of(data: bytes) -> int:
-    """A hash that an agreement can compare."""
+    """Return a hash that an agreement can compare."""
     return xxhash.xxh3_64_intdigest(data) & MAX
 
 

@@ -18,8 +18,8 @@ class OtherWeights(ValueError):
 
 
 def rank_identity(identity: str, model: Any, ranks: Ranks | None) -> str:
-    """The text to give as `model=` on this rank, of a model that `mlx_lm.utils.sharded_load` has loaded. Collective; of a
-    single process (`ranks` None) it is `identity`.
+    """Return the text to give as `model=` on this rank, of a model that `mlx_lm.utils.sharded_load` has loaded. Collective;
+    of a single process (`ranks` None) it is `identity`.
 
     `identity` is what `model_identity` gives on this rank. Behind it comes `|pp start:end/layers` for a stage of a pipeline,
     or `|tp rank/size` for tensor parallelism. Ranks whose state is the same, as MLA's latents are or heads that are repeated,
@@ -48,7 +48,7 @@ def rank_identity(identity: str, model: Any, ranks: Ranks | None) -> str:
 
 
 def _state_of(model: Any) -> int:
-    """A hash of the state after the first tokens of the vocabulary."""
+    """Return a hash of the state after the first tokens of the vocabulary."""
     from mlx_lm.models.cache import make_prompt_cache  # every PrefixCache imports this module, and not all need mlx-lm
 
     layers = make_prompt_cache(model)

@@ -36,7 +36,7 @@ def when_launcher_ends(call: Callable[[int], None]) -> bool:
 
 
 def _launcher() -> psutil.Process | None:
-    """The nearest ancestor that is `mlx.launch`, whatever shells are in between."""
+    """Return the nearest ancestor that is `mlx.launch`, whatever shells are in between."""
     try:
         ancestors = psutil.Process().parents()
     except psutil.Error:

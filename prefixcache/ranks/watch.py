@@ -61,22 +61,22 @@ class Watch:
     # -- for the thread that generates ------------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """The thread that generates goes on."""
+        """Hear that the thread that generates goes on."""
         self._steps += 1
         self._resting = False
 
     def rest(self) -> None:
-        """It does something now that may take any time, such as loading a model."""
+        """Hear that it does something now that may take any time, such as loading a model."""
         self._resting = True
 
     # -- ends -------------------------------------------------------------------------------------------------------------
 
     def ask_to_end(self) -> None:
-        """This rank was asked to end: rank 0 is to end all."""
+        """Ask rank 0 to end all, since this rank was asked to end."""
         self._send(0, f"{ASK}\n")
 
     def close(self, reason: str = "") -> None:
-        """This rank ends, "" in order: the others hear it. May be called again."""
+        """Tell the others that this rank ends; "" in order. May be called again."""
         with self._lock:
             ended, self._over = self._over, True
         for rank in self._lines if not ended else ():
@@ -95,7 +95,7 @@ class Watch:
     # -- the lines --------------------------------------------------------------------------------------------------------
 
     def _connect(self, ranks: Ranks) -> bool:
-        """Lines between rank 0 and each other rank; whether this rank has its own."""
+        """Connect rank 0 and each other rank. Return whether this rank has its own line."""
         listener, token = None, secrets.token_bytes(16)
         host = address_of_first()
         with suppress(OSError):
@@ -204,7 +204,7 @@ def _exactly(line: socket.socket, size: int) -> bytes:
 
 
 def address_of_first() -> str:
-    """Where MLX's back ends find rank 0, by what `mlx.launch` has set; "" where it says nothing."""
+    """Return where MLX's back ends find rank 0, by what `mlx.launch` has set; "" where it says nothing."""
     hosts = os.environ.get("MLX_HOSTFILE")
     if hosts:
         with suppress(OSError, ValueError, LookupError, TypeError):
@@ -215,8 +215,8 @@ def address_of_first() -> str:
 
 
 def _addresses() -> list[str]:
-    """Of this machine."""
-    found = ["127.0.0.1"]
+    """Return the addresses of this machine."""
+    addresses = ["127.0.0.1"]
     with suppress(OSError):
-        found += [str(about[4][0]) for about in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)]
-    return list(dict.fromkeys(found))
+        addresses += [str(about[4][0]) for about in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)]
+    return list(dict.fromkeys(addresses))

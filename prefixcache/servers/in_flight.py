@@ -90,12 +90,12 @@ class Admission:
         return Awaited(best[1], best[2], time.monotonic() + self.longest)
 
     def enter(self, prompt: Computing) -> None:
-        """A prompt is now being computed."""
+        """Hear that a prompt is now being computed."""
         self._under_way.append(prompt)
 
     def stored(self, ids: np.ndarray, space: Space, kept: int | None = None) -> None:
-        """These tokens were stored, or of them the first `kept`. Where less is kept, nobody waits for a while: it would be in
-        vain.
+        """Hear that these tokens were stored, or of them the first `kept`. Where less is kept, nobody waits for a while: it
+        would be in vain.
         """
         if kept is not None and kept < len(ids) - LOST:
             self._in_vain_until = time.monotonic() + IN_VAIN
@@ -106,7 +106,7 @@ class Admission:
 
 
 def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
-    """How many leading tokens two prompts share."""
+    """Return how many leading tokens two prompts share."""
     n = min(len(a), len(b))
     differ = a[:n] != b[:n]
     return int(differ.argmax()) if n and differ.any() else n

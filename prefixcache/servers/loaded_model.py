@@ -23,7 +23,7 @@ log = logging.getLogger("prefixcache")
 def form_of(
     *models: Any, max_kv_size: int | None = None, kv_bits: int | None = None, kv_group_size: int = 64
 ) -> CacheForm | None:
-    """The form of the prompt caches of these models, one behind the other. None, which is any, where the first can't be kept.
+    """Return the form of the prompt caches of these models, one behind the other; None, any, where the first can't be kept.
 
     Each model is called with one token, and nothing of that is evaluated: an array that is yet to be computed has its shape
     and dtype. With `kv_bits` the rows of a prompt may be quantised, or not yet.
@@ -45,7 +45,7 @@ def form_of(
 
 
 def calibration_of(cache: PrefixCache, name: str, model: str, adapter: str | None = None) -> str:
-    """Of the model with the identity `name`: the codec and the basis of its rows, "" where the cache has another codec than
+    """Return codec and basis of the rows of the model with the identity `name`, "" where the cache has another codec than
     transform. Without a basis a warning says what to run: `model` and `adapter` are as the user gave them.
     """
     chosen, folder = cache.codec, cache.settings.basis_dir
@@ -64,7 +64,7 @@ def calibration_of(cache: PrefixCache, name: str, model: str, adapter: str | Non
 
 
 def command(model: str, adapter: str | None, folder: Path) -> str:
-    """What makes this model's basis."""
+    """Return what makes this model's basis."""
     words = ["prefixcache", "calibrate", model, *(["--adapter-path", adapter] if adapter else [])]
     if folder != BASIS_DIR.expanduser():
         words += ["--basis-dir", str(folder)]

@@ -43,28 +43,28 @@ class MeasuredRates:
         self._bytes = MovingAverage(ASSUMED_BYTES)
 
     def read(self, nbytes: int, seconds: float) -> None:
-        """A promotion read so many bytes in so many seconds."""
+        """Learn that a promotion read so many bytes in so many seconds."""
         if nbytes > 0 and seconds > 0:
             with self._lock:
                 self._bytes.add(nbytes, seconds)
 
     def computed(self, tokens: int, seconds: float, generated: int = 0) -> None:
-        """A request computed so many tokens of its prompt, and generated so many, in so many seconds."""
+        """Learn that a request computed so many tokens of its prompt, and generated so many, in so many seconds."""
         if tokens >= MIN_TOKENS and generated >= 0 and seconds > 0:
             with self._lock:
                 self._tokens.add(tokens + DECODE_TOKENS * generated, seconds)
 
     def reading(self, nbytes: int) -> float:
-        """Seconds that reading so many bytes will take."""
+        """Return how many seconds reading so many bytes will take."""
         with self._lock:
             return READ_LATENCY + nbytes / self._bytes.per_second()
 
     def computing(self, tokens: int) -> float:
-        """Seconds that a prefill of so many tokens will take."""
+        """Return how many seconds a prefill of so many tokens will take."""
         return tokens / self.prefill_rate()
 
     def prefill_rate(self) -> float:
-        """Tokens computed a second."""
+        """Return how many tokens are computed a second."""
         with self._lock:
             return self._tokens.per_second()
 
@@ -92,7 +92,7 @@ class AwaitedPromotions(NamedTuple):
             promotion.add_done_callback(call)
 
     def wait(self) -> None:
-        """As long as that pays. The error of one that failed; TimeoutError when one had not ended."""
+        """Wait as long as that pays. Raises the error of one that failed, and TimeoutError where one had not ended."""
         until = time.monotonic() + self.worth
         for promotion in self.promotions:
             promotion.result(max(until - time.monotonic(), 0.0))
@@ -119,7 +119,7 @@ class ReadOrCompute:
         )  # by prompt: its length and its hash
 
     def match(self, prompt: Prompt, leave: int = 1) -> Match:
-        """How deep the hit to come can be."""
+        """Return how deep the hit to come can be."""
         return self.cache.match(prompt, leave=leave)
 
     def begin(self, prompt: Prompt, match: Match, leave: int = 1) -> AwaitedPromotions | None:
@@ -180,14 +180,14 @@ class ReadOrCompute:
             log.warning("a promotion failed: %s", error)
 
     def began(self, prompt: Prompt, computed: int) -> None:
-        """A request begins, of whose prompt the last `computed` tokens are to be computed."""
+        """Hear that a request begins, of whose prompt the last `computed` tokens are to be computed."""
         with self._lock:
             self._requests[_prompt_key(prompt, len(prompt))] = _TimedPrefill(computed, time.monotonic())
             while len(self._requests) > MAX_REQUESTS:
                 self._requests.popitem(last=False)
 
     def ended(self, stored: Prompt) -> None:
-        """The state of these tokens is being stored: learn from how long their request has taken. They are its prompt
+        """Learn from how long the request has taken whose state is being stored. They are its prompt
         without the last token, when its prefill has ended, or its prompt and the answer.
         """
         now = time.monotonic()
@@ -202,7 +202,7 @@ class ReadOrCompute:
 def _agreed(
     ranks: Ranks, reading: float, worth: float, worth_remote: float, asks: bool
 ) -> tuple[float, float, float, bool]:
-    """The longest reading of all ranks, what waiting is worth to rank 0, and whether any rank asks the remote tier."""
+    """Return the longest reading of all ranks, what waiting is worth to rank 0, and whether any rank asks the remote tier."""
     own = [reading, worth * ranks.is_first, worth_remote * ranks.is_first]
     *milliseconds, asked = ranks.most(*(min(int(1000 * seconds), MAX) for seconds in own), int(asks))
     reading, worth, worth_remote = (value / 1000 for value in milliseconds)

@@ -46,18 +46,18 @@ class RequestLog:
         self._begun = self._first = self._last = 0.0
 
     def wait_for_ssd(self, remote: bool = False) -> None:
-        """The request is deferred until the SSD, and with `remote` the remote tier, have answered."""
+        """Hear that the request is deferred until the SSD, and with `remote` the remote tier, have answered."""
         self._waits_since, self.asks_remote = time.monotonic(), remote
 
     def go_on(self, ram: int) -> None:
-        """It waits for them no longer; RAM has so many of its tokens now."""
+        """Hear that it waits for them no longer; RAM has so many of its tokens now."""
         if self._waits_since is not None:
             self.ssd_wait, self._waits_since = time.monotonic() - self._waits_since, None
             if self.found is not None and self.asks_remote:
                 self.found = self.found._replace(remote=ram)
 
     def saw(self, answer: Any) -> None:
-        """What was put on the queue on which it is answered."""
+        """Hear what was put on the queue on which it is answered."""
         if isinstance(answer, Exception) and self._context is None:
             self.reason = reason_of(answer)
         if isinstance(answer, upstream.GenerationContext):
@@ -69,15 +69,15 @@ class RequestLog:
             self.end = answer.finish_reason or self.end
 
     def refuse(self, error: BaseException) -> None:
-        """The request is answered with an error. A chat template's, where that is its cause, is only named."""
+        """Hear that it is answered with an error. A chat template's, where that is its cause, is only named."""
         cause: BaseException | None = error
         while cause is not None and not type(cause).__module__.startswith("jinja2"):
             cause = cause.__cause__
         self.reason = self.reason or reason_of(cause or error)
 
     def fields(self, end: str = "") -> dict[str, Any]:
-        """The numbers of the line. `end`: how it ended; "": as its answers say. Of a request that never began: its end,
-        its time, and why it was refused.
+        """Return the numbers of the line. `end`: how it ended; "": as its answers say. A request that never began has its
+        end, its time, and why it was refused.
         """
         fields: dict[str, Any] = {"end": end or self.end or REFUSED, "seconds": _ms(time.monotonic() - self.arrived)}
         if self._context is None:
@@ -123,7 +123,7 @@ def in_words(fields: dict[str, Any], remote: bool = False) -> str:
 
 
 def reason_of(error: BaseException) -> str:
-    """An error's first line for the log, without what it quotes: that may be of the request. A chat template's own errors may
+    """Return an error's first line, without what it quotes: that may be of the request. A chat template's own errors may
     have words of the request without quotes, so they are only named; so are those that say nothing else.
     """
     name = type(error).__name__

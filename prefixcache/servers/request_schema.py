@@ -261,12 +261,12 @@ def _wanted(kind: type[GenerationRequest], place: tuple[str, ...]) -> str:
 
 
 def _dotted(place: list[str]) -> str:
-    """A place within a field, without the names that pydantic gives to the types of a union."""
+    """Return a place within a field, without the names that pydantic gives to the types of a union."""
     return ".".join(_printable(part) for part in place if "[" not in part and part not in ("str", "list", "dict"))
 
 
 def _shown(value: Any) -> str:
-    """A value as JSON has it, cut to be read."""
+    """Return a value as JSON has it, cut to be read."""
     if isinstance(value, (list, dict)):
         return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)}"
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10**SHOWN:
@@ -280,7 +280,7 @@ def _printable(text: str) -> str:
 
 
 def _lone_surrogate(given: dict[str, Any]) -> tuple[str, ...] | None:
-    """The field that has, however deep, a text with half of a surrogate pair. UTF-8 has no bytes for it, so neither
+    """Return the field that has, however deep, a text with half of a surrogate pair. UTF-8 has no bytes for it, so neither
     tokenizers nor logs survive it.
     """
     for name, value in given.items():
@@ -314,7 +314,7 @@ class FieldRow(NamedTuple):
 
 
 def rows(kind: type[GenerationRequest]) -> Iterator[FieldRow]:
-    """The fields that this kind adds to those of its base, in the order in which they are declared."""
+    """Give the fields that this kind adds to those of its base, in the order in which they are declared."""
     base: Any = kind.__base__
     for name, field in kind.model_fields.items():
         if name in getattr(base, "model_fields", {}):
@@ -324,7 +324,7 @@ def rows(kind: type[GenerationRequest]) -> Iterator[FieldRow]:
 
 
 def value_of(field: FieldInfo) -> str:
-    """What a field may be, in words."""
+    """Return what a field may be, in words."""
     return _in_words(field.annotation, field.metadata)
 
 

@@ -50,7 +50,7 @@ BY_CACHE_SALT = Salts()  # and without one a request is served, too
 
 
 def salt_of(token: str | None, cache_salt: str, key: bytes = b"") -> bytes:
-    """The salt of prompts: of `cache_salt` its UTF-8 bytes; with a token a hash of both, keyed with at most 64 bytes.
+    """Return the salt of prompts: of `cache_salt` its UTF-8 bytes; with a token a hash of both, keyed with at most 64 bytes.
 
     The same after a restart, and on every machine with the same key. Without the token no `cache_salt` gives this salt.
     """
@@ -63,7 +63,7 @@ def salt_of(token: str | None, cache_salt: str, key: bytes = b"") -> bytes:
 
 
 def token_of(authorization: str) -> str | None:
-    """What an `Authorization` header names its sender by; None for nothing.
+    """Return what an `Authorization` header names its sender by; None for nothing.
 
     Of `Bearer KEY` that is KEY, and so it is of KEY alone. Of any other scheme, such as Basic, it is a space, the scheme in
     lower case, a space and the credentials: no KEY begins with a space, so no two senders have one name. The header is text

@@ -52,7 +52,7 @@ class WarmSequence:
 
 
 def read_prompts(path: str | PathLike[str]) -> list[WarmPrompt]:
-    """The prompts of a JSON Lines file; blank lines don't count.
+    """Return the prompts of a JSON Lines file; blank lines don't count.
 
     A line is {"messages": [...], "tools": [...], "chat_template_kwargs": {...}} as in a chat request to mlx_lm.server, or
     {"prompt": "text"}; with "cache_salt": "..." its UTF-8 bytes are the salt. BadPrompt for anything else.
@@ -82,7 +82,7 @@ def _read(where: str, line: bytes) -> WarmPrompt:
 
 
 def prompt_of(where: str, given: dict[str, Any]) -> WarmPrompt:
-    """The prompt of one object of such a file, which errors call `where`. BadPrompt where it is none."""
+    """Return the prompt of one object of such a file, which errors call `where`. BadPrompt where it is none."""
     given = {key: value for key, value in given.items() if value is not None}
     for key in given:
         if key not in KEYS:
@@ -141,12 +141,12 @@ def _are_objects(value: Any) -> bool:
 def sequences_of(
     tokenizer: Any, prompts: Iterable[WarmPrompt], chat_template_args: dict[str, Any] | None = None
 ) -> list[WarmSequence]:
-    """What to store of each prompt. BadPrompt for one that the tokenizer or its chat template refuses."""
+    """Return what to store of each prompt. BadPrompt for one that the tokenizer or its chat template refuses."""
     return [WarmSequence(tokens_of(tokenizer, prompt, chat_template_args), prompt.salt) for prompt in prompts]
 
 
 def tokens_of(tokenizer: Any, prompt: WarmPrompt, chat_template_args: dict[str, Any] | None = None) -> list[int]:
-    """The tokens that every later request which begins with this prompt has, as mlx_lm.server makes them.
+    """Return the tokens that every later request which begins with this prompt has, as mlx_lm.server makes them.
 
     `tokenizer` is mlx-lm's wrapper, `chat_template_args` what the server was started with.
 
@@ -200,7 +200,7 @@ def _unanswered(tokenizer: Any, request: list[int]) -> list[int]:
 
 
 def common_prefix(sequences: Iterable[list[int]]) -> list[int]:
-    """The tokens with which all of them begin: those that the least and the greatest share."""
+    """Return the tokens with which all of them begin: those that the least and the greatest share."""
     ordered = sorted(sequences)
     pairs = zip(ordered[0], ordered[-1], strict=False)
     return [token for token, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]

@@ -73,7 +73,7 @@ def warm_sequences(
 
 
 def unkept(cache: PrefixCache, sequences: Iterable[WarmSequence], *, model: str) -> int:
-    """How many of these sequences are not whole in the cache. No I/O, no MLX."""
+    """Return how many of these sequences are not whole in the cache. No I/O, no MLX."""
     return sum(not _is_stored(cache, cache.prompt(s.tokens, model=model, salt=s.salt)) for s in sequences)
 
 
@@ -143,7 +143,7 @@ class _Warmer:
         self._layers = [len(layers) for layers in made]
 
     def _begin(self, prompt: Prompt) -> tuple[list[Any], int]:
-        """The deepest prompt cache that RAM or SSD has for a prompt, an empty one otherwise; and its tokens."""
+        """Return the deepest prompt cache that RAM or SSD has for a prompt, an empty one otherwise; and its tokens."""
         prompt_cache, rest = self._cache.fetch(prompt, leave=0, promote=True)
         if prompt_cache is None:
             prompt_cache = [layer for net in self._nets for layer in make_prompt_cache(net)]
@@ -160,7 +160,7 @@ class _Warmer:
         self.computed += len(tokens)
 
     def _store(self, computed: Prompt, prompt_cache: list[Any], since: int | None = None) -> None:
-        """What was computed; of the blocks from token `since` on, which have just become whole, the rows are written back."""
+        """Store what was computed. Of the blocks from token `since` on, just become whole, the rows are written back."""
         self._cache.store(computed, prompt_cache, write_back_from=since, snapshot=since is None)
 
     def _tell(self, number: int, done: int) -> None:
@@ -169,7 +169,7 @@ class _Warmer:
 
 
 def _needs_boundaries(prompt_cache: list[Any]) -> bool:
-    """Whether a longer prompt's state can't serve every shorter one."""
+    """Return whether a longer prompt's state can't serve every shorter one."""
     return any(leaf.layout["kind"] != "sliceable" for leaf in read(prompt_cache).leaves)
 
 

@@ -34,7 +34,7 @@ class WebAccess:
 
     @classmethod
     def of(cls, host: str, address: str, allowed_hosts: Iterable[str] = (), origins: Iterable[str] = ()) -> WebAccess:
-        """Of a server that was bound to `address`, which `host` stands for."""
+        """Return the access to a server that was bound to `address`, which `host` stands for."""
         hosts = {host.lower(), address, *(name.lower().strip("[]") for name in allowed_hosts)}
         bound = ipaddress.ip_address(address.partition("%")[0])
         if bound.is_loopback or bound.is_unspecified:
@@ -45,11 +45,11 @@ class WebAccess:
         return cls(frozenset(hosts - {""}), bound.is_unspecified, frozenset(origins))
 
     def allows(self, origin: str) -> bool:
-        """Whether pages of a foreign origin may ask, and read the answer."""
+        """Return whether pages of a foreign origin may ask, and read the answer."""
         return ANY in self.origins or origin in self.origins
 
     def refusal(self, host: Sequence[str], origin: Sequence[str], fetch_site: str) -> str:
-        """Why a request with these values of `Host`, `Origin` and `Sec-Fetch-Site` is refused; "" for nothing."""
+        """Return why a request with these values of `Host`, `Origin` and `Sec-Fetch-Site` is refused; "" for nothing."""
         if len(host) > 1 or len(origin) > 1:
             return "the request has more than one Host or Origin header: send one"
         if host and not self._is_own(host[0]):

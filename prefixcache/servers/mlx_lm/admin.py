@@ -180,7 +180,7 @@ class Admin:
     # -- what is named ----------------------------------------------------------------------------------------------------
 
     def _model(self) -> tuple[Any, str]:
-        """The key of the model that is loaded, and its name in the cache."""
+        """Return the key of the model that is loaded, and its name in the cache."""
         key = self._generator.model_provider.model_key
         if key is None:
             raise RequestRefused(
@@ -194,7 +194,7 @@ class Admin:
         return self._cache.prompt(sequence.tokens, model=name, salt=sequence.salt)
 
     def _sequence(self, body: Json, where: str) -> WarmSequence:
-        """The tokens of a prompt as the server makes them of a request with this body, and its salt."""
+        """Return the tokens of a prompt as the server makes them of a request with this body, and its salt."""
         provider = self._generator.model_provider
         asked = _text(body, "model")
         if asked is not None and provider.loaded_as(ModelDescription(asked, "default_model", None)) is None:
@@ -219,7 +219,7 @@ class Admin:
         return WarmSequence(tokens, salt)
 
     def _tenant(self, body: Json) -> bytes | None:
-        """The salt of a tenant; b"" of requests without one, None where nothing names it."""
+        """Return the salt of a tenant; b"" of requests without one, None where nothing names it."""
         cache_salt, authorization = (_text(body, name) for name in TENANT)
         if cache_salt is None and authorization is None:
             return None

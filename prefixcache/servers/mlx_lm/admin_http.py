@@ -75,7 +75,7 @@ class AdminPath:
 
 
 def _why_not_local(handler: BaseHTTPRequestHandler) -> str:
-    """Why a request isn't surely of a program on this machine; "" where it is."""
+    """Return why a request isn't surely of a program on this machine; "" where it is."""
     if not is_loopback(str(handler.client_address[0])):
         return "this comes from another machine"
     for name in handler.headers:

@@ -66,7 +66,7 @@ class Answers:
         self._queue.put(answer)
 
     def wanted(self) -> bool:
-        """Neither answered, nor given up by the client."""
+        """Return whether it is neither answered, nor given up by the client."""
         return not self._over and not self.stop_asked and not self.given_up
 
     def _ask_to_stop(self) -> None:
@@ -78,7 +78,7 @@ class Answers:
         return self._context is not None and is_given_up(self._context)
 
     def fail(self, error: Exception) -> None:
-        """A step failed: if the answer is not whole, an error is its last word. What the loop still puts goes nowhere."""
+        """End an answer whose step failed by an error, if it is not whole. What the loop still puts goes nowhere."""
         self._failed = True
         if not self._over:
             self._over = True
@@ -87,13 +87,13 @@ class Answers:
             self._context.stop()
 
     def begin_without_hit(self) -> None:
-        """The hit that the request began with was of no use: all of its prompt is computed."""
+        """Hear that the hit was of no use: all of the prompt is computed."""
         if self._context is not None:
             self._context.prompt_cache_count = 0
 
     def stop(self) -> None:
-        """The server ends: if the answer is not whole, `Ended` is its last word, and no more than one token, or one step of
-        the prefill, is still computed.
+        """End an answer, as the server ends: if it is not whole, `Ended` is its last word, and no more than one token, or one
+        step of the prefill, is still computed.
         """
         if not self._over:
             self._over = self._cut = True

@@ -30,7 +30,7 @@ def read_flags(flags: Sequence[str]) -> argparse.Namespace:
 
 
 def check_model(args: argparse.Namespace) -> None:
-    """A folder that isn't there is named before anything is loaded or downloaded."""
+    """Name a folder that isn't there, by ServeError, before anything is loaded or downloaded."""
     for flag, value in (
         ("--model", args.model),
         ("--draft-model", args.draft_model),

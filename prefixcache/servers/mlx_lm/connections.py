@@ -77,7 +77,7 @@ class Connections:
         return len(self._arriving)
 
     def admit(self, connection: socket.socket) -> bool:
-        """Whether it may be served; then `closed` must be called of it. What it displaces is shut down."""
+        """Return whether it may be served; then `closed` must be called of it. What it displaces is shut down."""
         displaced = None
         with self._lock:
             if len(self._arriving) >= self.limit:

@@ -14,7 +14,7 @@ STRETCHED = ("yarn", "dynamic")  # kinds of rope scaling whose config may name t
 
 
 def context_of(config: Mapping[str, Any]) -> int | None:
-    """The longest prompt and answer together; None where the config doesn't say, as that of a recurrent model.
+    """Return the longest prompt and answer together; None where the config doesn't say, as that of a recurrent model.
 
     YaRN and dynamic scaling stretch the length by their factor. Some configs have the length before it, others after:
     what is longer holds.
@@ -41,7 +41,7 @@ def _is_length(value: Any) -> bool:
 
 
 def room_for(prompt: int, context: int | None) -> int:
-    """How many tokens the answer to a prompt of so many may have. RequestRefused where the context leaves none."""
+    """Return how many tokens the answer to a prompt of so many may have. RequestRefused where the context leaves none."""
     if context is None:
         return NO_LIMIT
     if prompt >= context:

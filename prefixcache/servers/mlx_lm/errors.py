@@ -21,7 +21,7 @@ class ServeFailed(ServeError):
 
 
 def may_be_the_hits(error: Exception) -> bool:
-    """Whether an exception in a step of the model may come from the state that a hit gave: not want of memory, and not what
+    """Return whether an exception in a step may come from the state that a hit gave: not want of memory, and not what
     a request's sampling raises.
     """
     if isinstance(error, MemoryError) or re.search("memory|allocat", str(error), re.IGNORECASE):

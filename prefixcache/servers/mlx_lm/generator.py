@@ -308,7 +308,7 @@ class Generator:
         return Wait(reading.done, time.monotonic() + reading.worth)
 
     def _stored(self, stored: Prompt, kept: int, state: bool) -> None:
-        """Tokens were stored. Without recurrent state, how many are kept says nothing of a model that needs it."""
+        """Tell who waits that tokens were stored. Where recurrent state is needed, how many are kept says nothing without it."""
         space = stored.model, stored.salt
         self.admission.stored(stored.given, space, kept if state or self.model_provider.sliceable else None)
 
@@ -357,7 +357,7 @@ class Generator:
 
 
 def _cached_tokens(tokenized: Any) -> Sequence[int]:
-    """The tokens by which mlx-lm looks a prompt up; of one with images, its own key of them, since patches are all alike.
+    """Return the tokens by which mlx-lm looks a prompt up; of one with images, its own key of them, as patches are alike.
 
     It takes images with no token in between for one, the first: a prompt that has such is neither kept nor hit.
     """
@@ -368,7 +368,7 @@ def _cached_tokens(tokenized: Any) -> Sequence[int]:
 
 
 def _rows_suffix(args: Any) -> str:
-    """What --kv-bits makes of rows. A server without it can't batch them, so their names must differ."""
+    """Return what --kv-bits makes of rows. A server without it can't batch them, so their names must differ."""
     bits = getattr(args, "kv_bits", None)  # mlx-lm 0.31 has none
     return "" if bits is None else f"|kv-bits {bits}/{args.kv_group_size} from {args.quantized_kv_start}"
 

@@ -112,7 +112,7 @@ class Handler(BaseHTTPRequestHandler):
         return True
 
     def _reads_body(self) -> bool:
-        """Whether a body is read of this request, which has arrived only then."""
+        """Return whether this request has a body, with which only it has arrived."""
         of_admin = self.path.startswith(PATH) and any(name in self.headers for name in BODY_HEADERS)
         return self.command == "POST" or of_admin
 
@@ -212,7 +212,7 @@ class Handler(BaseHTTPRequestHandler):
             log.info("%s: %s", completion.request_id, words, extra={"id": completion.request_id, **fields})
 
     def log_request(self, *about: Any) -> None:
-        """Who looks at the metrics, again and again, is not logged."""
+        """Log the request, unless it looks at the metrics, as somebody does again and again."""
         if getattr(self, "path", "").partition("?")[0] != "/metrics":  # there is none where the request can't be read
             super().log_request(*about)
 
@@ -262,7 +262,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def _told(status: int, error: str) -> str:
-    """An error as the openai client shows it."""
+    """Return an error as the openai client shows it."""
     kind = "server_error" if status >= 500 else "authentication_error" if status == 401 else "invalid_request_error"
     return json.dumps({"error": {"message": error, "type": kind, "code": status}})
 
@@ -331,6 +331,6 @@ class HttpServer(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that went away is no error of the server's."""
+        """Log an error, unless its client has gone away, which is none of the server's."""
         if not isinstance(sys.exc_info()[1], (BrokenPipeError, ConnectionResetError, TimeoutError, SlowClient)):
             log.exception("a request failed")

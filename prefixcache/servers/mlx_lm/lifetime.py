@@ -73,7 +73,7 @@ class Ending:
 
 
 def start_logging(args: argparse.Namespace, options: ServeOptions, rank: int | None = None) -> None:
-    """As mlx-lm does it, or as JSON, and with the rank where there are several; without the requests that mlx-lm quotes in
+    """Log as mlx-lm does it, or as JSON, with the rank where there are several; without the requests that mlx-lm quotes in
     its errors. Who asks for DEBUG asks for what it quotes there, but not in JSON.
     """
     root = logging.getLogger()
@@ -127,14 +127,14 @@ def is_ready(generator: Generator, ending: Ending) -> bool:
 
 
 def died(generator: Generator) -> str:
-    """Why the thread that generates ended by itself."""
+    """Return why the thread that generates ended by itself."""
     return (
         _one_line(generator.failure) if generator.failure is not None else "the thread that generates died; see the log"
     )
 
 
 def tell(generator: Generator, opened: Stats) -> None:
-    """What is served, with what, and what the directory had when it was opened."""
+    """Log what is served, with what, and what the directory had when it was opened."""
     kernels = "; ".join(f"{where}: {what}" for where, what in opened.kernels.items())
     log.info(
         "prefixcache %s, mlx-lm %s, MLX %s; kernels: %s; codec %s",

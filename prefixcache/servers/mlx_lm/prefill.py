@@ -250,7 +250,7 @@ def _single(batched: Any, i: int) -> Any:
 
 
 def _put_back(batched: Any, i: int, single: Any, since: int, end: int) -> None:
-    """The rows of tokens `since` to `end` of a single sequence's layer cache, where a batch has them."""
+    """Put the rows of tokens `since` to `end` of a single sequence's layer cache where a batch has them."""
     if isinstance(single, CacheList):
         for layer, child in zip(batched.caches, single.caches, strict=True):
             _put_back(layer, i, child, since, end)

@@ -80,7 +80,7 @@ class TieredPromptCache:
     def fetch_nearest_cache(
         self, model: Any, tokens: Sequence[int] | Prompt, *, salt: bytes = b""
     ) -> tuple[list[Any] | None, Sequence[int]]:
-        """The deepest prompt cache for these tokens, and the tokens still to be computed; (None, tokens) on a miss. A
+        """Return the deepest prompt cache for these tokens, and the tokens still to be computed; (None, tokens) on a miss. A
         `Prompt` stands for its model, tokens and salt.
         """
         try:
@@ -177,7 +177,7 @@ class TieredPromptCache:
     # -- names ----------------------------------------------------------------------------------------------------------
 
     def name_of(self, model: Any) -> str:
-        """The name under which a model key's blocks are kept.
+        """Return the name under which a model key's blocks are kept.
 
         Weights are looked at again when their files have changed and another model was asked for in between: the server
         loads one at a time, so it has loaded them anew. A server that knows better says so by `name_anew`.
@@ -191,7 +191,7 @@ class TieredPromptCache:
             return known[0]
 
     def name_anew(self, model: Any) -> str:
-        """The weights of this key were just loaded: identify them, as long as the files are those."""
+        """Identify the weights of this key, which were just loaded, and return their name."""
         with self._turn:
             self._names.pop(model, None)
             return self.name_of(model)
@@ -262,7 +262,7 @@ class TieredPromptCache:
 
 
 def _outside_images(tokens: Sequence[int], depth: int) -> int:
-    """The last place at or before `depth` that is not inside an image. mlx-lm gives all patches of an image one negative
+    """Return the last place at or before `depth` outside of images. mlx-lm gives all patches of an image one negative
     id, and an image that a hit has a part of it takes for one that was seen whole.
     """
     while 0 < depth < len(tokens) and tokens[depth] < 0 and tokens[depth - 1] == tokens[depth]:
@@ -271,7 +271,7 @@ def _outside_images(tokens: Sequence[int], depth: int) -> int:
 
 
 def identity_of(model: Any) -> str:
-    """The identity of the weights behind mlx_lm.server's model key: (model, adapter, draft model), the last two may be
+    """Return the identity of the weights behind mlx_lm.server's model key: (model, adapter, draft model), the last two may be
     None or missing.
 
     A key whose weights can't be found gets a name that is good once: its blocks meet no others.
@@ -290,7 +290,7 @@ def _parts(model: Any) -> tuple[Any, Any, Any]:
 
 
 def _stamp(model: Any) -> Stamp:
-    """The files behind a model key, as far as looking at their names and times tells: of a repository, those of the revision
+    """Return the files behind a model key, as their names and times tell: of a repository, those of the revision
     that is here now. () where there are none.
     """
     files: list[tuple[str, int, int]] = []

@@ -133,7 +133,7 @@ def _follow_launcher(pid: int, ending: Ending) -> None:
 def _begin(
     group: mx.distributed.Group, settings: Settings, args: argparse.Namespace, options: ServeOptions, ending: Ending
 ) -> Rank | None:
-    """What a rank serves with; None where it would be the only one."""
+    """Return what a rank serves with; None where it would be the only one."""
     if group.size() == 1:
         return None
     start_logging(args, options, group.rank())
@@ -163,7 +163,7 @@ def _begin(
 
 
 def _decisive(settings: Settings, args: argparse.Namespace, options: ServeOptions) -> dict[str, Any]:
-    """What decides on the steps that a rank takes."""
+    """Return what decides on the steps that a rank takes."""
     names = (
         "pipeline",
         "prefill_step_size",

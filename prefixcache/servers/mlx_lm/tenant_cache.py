@@ -102,7 +102,7 @@ class TenantPromptCache(TieredPromptCache):
                 self._fail(error)
 
     def drop_hit(self, request: TokenizedRequest, depth: int, error: Exception) -> None:
-        """The model could not go on from what a request's lookup gave: nobody is given it again. The request, if it is not
+        """Delete the hit that the model could not go on from, so that nobody is given it again. The request, if it is not
         answered yet, is to be computed from its first token on.
         """
         log.warning(
@@ -118,7 +118,7 @@ class TenantPromptCache(TieredPromptCache):
                 self._fail(failure)
 
     def _seen(self, request: TokenizedRequest, tokens: Sequence[int]) -> Prompt:
-        """The tokens that a request's layers have seen: the beginning of its prompt, or all of it and an answer."""
+        """Return the tokens that a request's layers have seen: the beginning of its prompt, or all of it and an answer."""
         prompt, ids = request.prompt, as_tokens(tokens)
         common = min(len(ids), len(prompt))
         if not np.array_equal(ids[:common], prompt.given[:common]):

@@ -41,7 +41,7 @@ def name_model(model: Any, path: str | Path, adapter: str | Path | None = None) 
 
 
 def identity_of(model: Any) -> str:
-    """The identity of a model's weights; where nobody said it, a name that is good in this process only."""
+    """Return the identity of a model's weights; where nobody said it, a name that is good in this process only."""
     known = getattr(model, NAME, None)
     if isinstance(known, str):
         return known
@@ -62,7 +62,7 @@ def _name(model: Any, name: str) -> str:
 
 
 def _form_of(model: Any) -> CacheForm | None:
-    """What the prompt caches of a text model are like; None, which is any, where that can't be told."""
+    """Return what the prompt caches of a text model are like; None, which is any, where that can't be told."""
     try:
         return importlib.import_module("prefixcache.servers.loaded_model").form_of(model)
     except Exception as error:
@@ -154,7 +154,7 @@ def _replace(owner: Any, name: str, after: Any) -> None:
 
 
 def _bounding(init: Callable[..., None]) -> Callable[..., None]:
-    """The constructor of a scheduler, which then tells its cache of --max-kv-size: that gives layers of another class, and
+    """Return a scheduler's constructor, which then tells its cache of --max-kv-size: that gives layers of another class, and
     vllm-mlx doesn't tell the cache.
     """
 
@@ -171,7 +171,7 @@ def _bounding(init: Callable[..., None]) -> Callable[..., None]:
 
 
 def _naming(load: Callable[..., Any]) -> Callable[..., Any]:
-    """vllm-mlx's loader of text models, which then says from where the model is."""
+    """Return vllm-mlx's loader of text models, which then says from where the model is."""
 
     @functools.wraps(load)
     def loaded(model_name: str, *args: Any, **options: Any) -> Any:
@@ -183,7 +183,7 @@ def _naming(load: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _naming_multimodal(load: Callable[..., Any]) -> Callable[..., Any]:
-    """The same of models that mlx-vlm loads. It has other code for a model than mlx-lm, so theirs never meet."""
+    """Do the same to the loader of mlx-vlm's models. It has other code for a model than mlx-lm, so theirs never meet."""
 
     @functools.wraps(load)
     def loaded(self: Any) -> None:

@@ -79,7 +79,7 @@ class TieredPrefixCache:
     # -- finding ------------------------------------------------------------------------------------------------------
 
     def fetch(self, tokens: list[int]) -> tuple[list[Any] | None, list[int]]:
-        """The deepest prompt cache for these tokens, from RAM or from the SSD, and the tokens still to be computed, at
+        """Return the deepest prompt cache for these tokens, from RAM or from the SSD, and the tokens still to be computed, at
         least one; (None, tokens) on a miss.
 
         A prompt whose auxiliary data this thread has just been given comes whole, with nothing left to compute, or not at
@@ -100,7 +100,7 @@ class TieredPrefixCache:
         return found, tokens[depth:]
 
     def _find(self, tokens: Sequence[int], whole: bytes | None) -> tuple[str, list[Any] | None, int]:
-        """The kind of match, the prompt cache, and how many tokens it has seen."""
+        """Return the kind of match, the prompt cache, and how many tokens it has seen."""
         if not len(tokens):
             return "miss", None, 0
         if len(tokens) < self._least:
@@ -124,11 +124,11 @@ class TieredPrefixCache:
         return self.cache.prompt(as_tokens(tokens), model=self.model_name, salt=self._salt, like=self.like, label=LABEL)
 
     def clone_for_replay(self, cache: list[Any]) -> list[Any]:
-        """The same: what `fetch` and `PreparedEntry.cache` give is the caller's own already."""
+        """Return it as it is: what `fetch` and `PreparedEntry.cache` give is the caller's own already."""
         return cache
 
     def fetch_exact_auxiliary(self, tokens: list[int]) -> dict[str, Any] | None:
-        """What was stored beside exactly these tokens, as new arrays; None where their whole state is not at hand."""
+        """Return what was stored beside exactly these tokens, as new arrays; None where their whole state is not at hand."""
         self._here.whole = None
         with self._quietly("a lookup"):
             prompt = self._prompt(tokens)
@@ -260,7 +260,7 @@ class TieredPrefixCache:
             self._say("--ssd-cache-dir is not used: give the PrefixCache an ssd_dir")
 
     def check_ssd(self, tokens: list[int]) -> dict[str, Any] | None:
-        """None: what the SSD has came with `fetch`, as far as waiting for it paid."""
+        """Return None: what the SSD has came with `fetch`, as far as waiting for it paid."""
         return None
 
     def save_to_disk(self, cache_dir: str) -> bool:
@@ -275,15 +275,15 @@ class TieredPrefixCache:
         return False
 
     def load_from_disk(self, cache_dir: str) -> int:
-        """How many sequences the PrefixCache found in its directory; they are read when they are asked for."""
+        """Return how many sequences the PrefixCache found in its directory; they are read when they are asked for."""
         stats = self.cache.stats()
         return stats.sequences if stats.images_on_ssd else 0
 
     # -- counting -------------------------------------------------------------------------------------------------------
 
     def get_stats(self) -> dict[str, Any]:
-        """The numbers that vllm-mlx shows. Hits, misses, rejections and saved tokens are this model's; evictions, entries
-        and memory are of the whole PrefixCache, whose `stats()` is under "prefixcache". An entry is a sequence that no
+        """Return the numbers that vllm-mlx shows. Hits, misses, rejections and saved tokens are this model's; evictions,
+        entries and memory are of the whole PrefixCache, whose `stats()` is under "prefixcache". An entry is a sequence that no
         other goes on from, in any tier.
         """
         stats = self.cache.stats()
@@ -336,7 +336,7 @@ class TieredPrefixCache:
         return self.cache.stats().sequences
 
     def __contains__(self, tokens: Sequence[int]) -> bool:
-        """Whether the state of all these tokens is in RAM."""
+        """Return whether the state of all these tokens is in RAM."""
         return bool(len(tokens)) and self.cache.match(self._prompt(tokens)).ram == len(tokens)
 
     def _reject(self, error: Exception) -> None:
