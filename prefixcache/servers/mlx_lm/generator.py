@@ -308,7 +308,7 @@ class Generator:
         return Wait(reading.done, time.monotonic() + reading.worth)
 
     def _stored(self, stored: Prompt, kept: int, state: bool) -> None:
-        """Tell who waits that tokens were stored. Where recurrent state is needed, how many are kept says nothing without it."""
+        """Tell who waits that tokens were stored. Where state is needed, how many are kept says nothing without it."""
         space = stored.model, stored.salt
         self.admission.stored(stored.given, space, kept if state or self.model_provider.sliceable else None)
 

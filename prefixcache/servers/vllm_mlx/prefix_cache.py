@@ -283,8 +283,8 @@ class TieredPrefixCache:
 
     def get_stats(self) -> dict[str, Any]:
         """Return the numbers that vllm-mlx shows. Hits, misses, rejections and saved tokens are this model's; evictions,
-        entries and memory are of the whole PrefixCache, whose `stats()` is under "prefixcache". An entry is a sequence that no
-        other goes on from, in any tier.
+        entries and memory are of the whole PrefixCache, whose `stats()` is under "prefixcache". An entry is a sequence that
+        no other goes on from, in any tier.
         """
         stats = self.cache.stats()
         with self._lock:
