@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
+from prefixcache import PrefixCache
 from prefixcache.remote.engine import Engine
 from prefixcache.remote.url import open_engine
 
@@ -33,6 +34,31 @@ class Place(NamedTuple):
         if self.kind in ("valkey", "redis"):
             return f"{self.kind}://{LOOPBACK}:{port}/tests/{self.folder.parent.name}/{self.folder.name}"
         return f"s3://{BUCKET}/tests/{self.folder.parent.name}/{self.folder.name}?endpoint=http://{LOOPBACK}:{port}"
+
+
+@pytest.fixture
+def key_file(tmp_path: Path) -> Path:
+    file = tmp_path / "fleet.key"
+    file.write_text("5a" * 32)
+    file.chmod(0o600)
+    return file
+
+
+@pytest.fixture
+def open_machine(key_file: Path) -> Iterator[Callable[..., PrefixCache]]:
+    """Opens the cache of a machine. At the end each is checked and closed."""
+    caches: list[PrefixCache] = []
+
+    def open_one(**values: Any) -> PrefixCache:
+        given = {"ram": 50_000_000, "codec": "raw", "remote_key_file": key_file}
+        caches.append(PrefixCache(**{**given, **values}))
+        return caches[-1]
+
+    yield open_one
+    for cache in caches:
+        if not cache._closed:
+            cache.check_integrity()
+            cache.close()
 
 
 @pytest.fixture(autouse=True)

@@ -31,41 +31,21 @@ from tests.models import states
 from tests.models.states import got, put
 from tests.remote.conftest import Place
 from tests.remote.dict_engine import DictEngine
-from tests.remote.fleet import brought, sent
+from tests.remote.fleet import LONG, Machine, brought, sent, shared
 from tests.remote.servers import LOOPBACK, Server, proxy, valkey_server
 from tests.waiting import until
 
-LONG = list(range(1000))  # three whole blocks and a tail
-Machine = Callable[..., PrefixCache]
-
 
 @pytest.fixture
-def machine(tmp_path: Path) -> Iterator[Machine]:
-    """Opens a machine of the engine at `url`. At the end each is checked and closed."""
-    key = tmp_path / "fleet.key"
-    key.write_text("5a" * 32)
-    key.chmod(0o600)
-    made: list[PrefixCache] = []
+def machine(open_machine: Callable[..., PrefixCache]) -> Machine:
+    """Opens a machine of the engine at `url`."""
 
     def make(url: str, mounted: bool = True, **values: Any) -> PrefixCache:
         if mounted and url.startswith("file://"):
             Path(url.removeprefix("file://")).mkdir(exist_ok=True)
-        given = {"ram": 50_000_000, "codec": "raw", "remote": url, "remote_key_file": key, "remote_timeout": 1.0}
-        made.append(PrefixCache(**{**given, **values}))
-        return made[-1]
+        return open_machine(**{"remote": url, "remote_timeout": 1.0, **values})
 
-    yield make
-    for cache in made:
-        if not cache._closed:
-            cache.check_integrity()
-            cache.close()
-
-
-def shared(cache: PrefixCache, tokens: list[int]) -> int:
-    """Store a prompt, use it, and wait until it is sent."""
-    put(cache, tokens)
-    got(cache, [*tokens, 0])
-    return sent(cache)
+    return make
 
 
 def calls_of(cache: PrefixCache) -> Counter[str]:

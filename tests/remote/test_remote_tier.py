@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,11 +17,8 @@ from prefixcache.remote.sealing import NoSeal
 from tests.models import states
 from tests.models.states import got, put
 from tests.remote.dict_engine import DictEngine
-from tests.remote.fleet import brought, sent
+from tests.remote.fleet import LONG, Machine, brought, sent, shared
 from tests.waiting import until
-
-LONG = list(range(1000))
-Machine = Callable[..., PrefixCache]
 
 
 @pytest.fixture
@@ -35,33 +30,9 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> DictEngine:
 
 
 @pytest.fixture
-def key_file(tmp_path: Path) -> Path:
-    file = tmp_path / "fleet.key"
-    file.write_text("5a" * 32)
-    file.chmod(0o600)
-    return file
-
-
-@pytest.fixture
-def machine(engine: DictEngine, key_file: Path) -> Iterator[Machine]:
-    """Makes a machine: its settings are `values`."""
-    made = []
-
-    def make(**values: Any) -> PrefixCache:
-        given = {"ram": 50_000_000, "codec": "raw", "remote": "valkey://localhost", "remote_key_file": key_file}
-        made.append(PrefixCache(**{**given, **values}))
-        return made[-1]
-
-    yield make
-    for cache in made:
-        cache.close()
-
-
-def shared(cache: PrefixCache, tokens, make=states.sliceable, **more) -> int:
-    """Store a prompt, use it a second time, and wait until it is sent."""
-    put(cache, tokens, make, **more)
-    got(cache, [*tokens, 0], **more)
-    return sent(cache)
+def machine(engine: DictEngine, open_machine: Callable[..., PrefixCache]) -> Machine:
+    """Opens a machine: its settings are `values`."""
+    return partial(open_machine, remote="valkey://localhost")
 
 
 def rows_of(engine) -> list[str]:
@@ -372,9 +343,7 @@ def test_an_engine_that_is_down_costs_nothing_after_two_failures_and_comes_back_
     assert engine.calls["sizes"] <= 2 + 2  # of the machine that shared, and two failures
     assert not other.stats().remote.reading
     engine.down = ""
-    until = time.monotonic() + 10
-    while not other.stats().remote.reading and time.monotonic() < until:
-        time.sleep(0.02)
+    until(lambda: other.stats().remote.reading)
     assert brought(other, LONG) == 768
     said = [record.message for record in caplog.records if "reading" in record.message]
     assert len(said) == 2
@@ -523,15 +492,9 @@ def test_a_rate_that_is_too_slow_is_measured_again_with_nobody_waiting(machine, 
     began = time.monotonic()
     assert brought(cache, LONG, prefill_rate=1000.0) == 0
     assert time.monotonic() - began < 0.5
-    until = time.monotonic() + 10
-    while cache.match(LONG, model="m").ram < 768:  # what was read to measure is kept
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    until(lambda: cache.match(LONG, model="m").ram == 768)  # what was read to measure is kept
     assert cache.stats().remote.skipped == 1
-    until = time.monotonic() + 10
-    while brought(cache, LONG, prefill_rate=1000.0) < 768:
-        assert time.monotonic() < until
-        cache.clear()
+    until(lambda: brought(cache, LONG, prefill_rate=1000.0) == 768 or cache.clear())
     cache._storage.remote._client.speed.measured(1, 1.0)
     cache.clear()
     gets = engine.calls["get"]
