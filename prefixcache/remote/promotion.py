@@ -78,14 +78,7 @@ class _RemoteRead:
 class RemotePromotion:
     """Runs on a thread of its own; takes the storage's lock where it needs it. It is the `Asking` of its own search."""
 
-    def __init__(
-        self,
-        storage: Storage,
-        client: Client,
-        namespace: Namespace,
-        gap: Gap,
-        pace: Pace,
-    ):
+    def __init__(self, storage: Storage, client: Client, namespace: Namespace, gap: Gap, pace: Pace):
         self._storage, self._client, self._namespace, self._gap, self._pace = storage, client, namespace, gap, pace
         self._until = max(pace.until(gap.tokens), pace.began + MIN_TIMEOUT)
         self._min_timeout = pace.shortest_wait(gap.tokens)

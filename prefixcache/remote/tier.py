@@ -23,13 +23,7 @@ from prefixcache.image_format import SNAPSHOT
 from prefixcache.keys import BLOCK, TOKEN_BYTES
 from prefixcache.remote.client import Client
 from prefixcache.remote.engine import EngineError
-from prefixcache.remote.promotion import (
-    MIN_TIMEOUT,
-    Pace,
-    RemotePromotion,
-    gap_name,
-    question_timeout,
-)
+from prefixcache.remote.promotion import MIN_TIMEOUT, Pace, RemotePromotion, gap_name, question_timeout
 from prefixcache.remote.sealing import layout_id, layouts_folder
 from prefixcache.remote.search import Gap, whole_mask
 from prefixcache.remote.stats import RemoteStats

@@ -331,9 +331,7 @@ def _set_attribute(path: Path, name: str, value: bytes) -> None:
 
 
 def mark_as_cache(
-    root: Path,
-    platform: str = sys.platform,
-    set_attribute: Callable[[Path, str, bytes], None] = _set_attribute,
+    root: Path, platform: str = sys.platform, set_attribute: Callable[[Path, str, bytes], None] = _set_attribute
 ) -> None:
     """Make the marks that are missing. Whatever stands in their place stays, and what can't be made is no error."""
     _make_file(root / TAG, _TAG_TEXT)

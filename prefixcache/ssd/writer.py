@@ -56,12 +56,7 @@ class Writer:
     Only this thread makes and deletes folders. `written_*` are read by others, written here.
     """
 
-    def __init__(
-        self,
-        opened: OpenDirectory,
-        queue: Queue,
-        events: WriterEvents,
-    ):
+    def __init__(self, opened: OpenDirectory, queue: Queue, events: WriterEvents):
         self._opened, self._queue, self._events = opened, queue, events
         self._unsynced: set[str] = set()
         self._told = "", 0.0  # the error that was logged last, and when

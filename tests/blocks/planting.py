@@ -11,6 +11,7 @@ from prefixcache.blocks.budget import Budget
 from prefixcache.blocks.eviction import eviction_victim
 from prefixcache.blocks.graph import Graph
 from prefixcache.blocks.lookup import hit_depth, required_images
+from prefixcache.blocks.masks import mask_of
 from prefixcache.blocks.node import BLOCK_BYTES, RAM, Node, Slot, Tree, Walk, Window, dependencies
 from prefixcache.blocks.superseded import is_superseded, successions
 from prefixcache.keys import BLOCK, TOKEN_BYTES, as_tokens, chain
@@ -76,10 +77,10 @@ class Planting:
         nearest, shared = self.graph.nearest(parent, chunk)
         if nearest is None or nearest.rows is None or shared * TOKEN_BYTES == len(chunk):
             return nearest, none
-        window = self._in_ram(nearest, bits(0, shared))
+        window = self._in_ram(nearest, mask_of(0, shared))
         if nearest.rows.image is None or window is None:
             return None, none
-        return None, tuple(mask & bits(0, shared) for mask in window.mask)
+        return None, tuple(mask & mask_of(0, shared) for mask in window.mask)
 
     @staticmethod
     def _in_ram(node: Node, wanted: int) -> Slot | None:
@@ -88,7 +89,7 @@ class Planting:
 
     def _window(self, node: Node, count: int, held: int, source: tuple[int, ...]) -> list[Slot]:
         mask = tuple(
-            bits(max(held, w.keep) - node.start, count) | m for w, m in zip(self.tree.windows, source, strict=True)
+            mask_of(max(held, w.keep) - node.start, count) | m for w, m in zip(self.tree.windows, source, strict=True)
         )
         if not any(mask):
             return []
@@ -97,7 +98,7 @@ class Planting:
             new = [m & ~o for m, o in zip(new, old.mask, strict=True)]
         if not any(new):
             return []
-        if (held_already := self._in_ram(node, bits(0, BLOCK))) is not None:
+        if (held_already := self._in_ram(node, mask_of(0, BLOCK))) is not None:
             mask = tuple(m | o for m, o in zip(mask, held_already.mask, strict=True))
         return [self.enter(Slot("window", node, chain(node.key, repr(mask).encode()), IMAGE, b"", mask))]
 
@@ -203,11 +204,6 @@ class Planting:
         assert node is not None
         assert node.rows is not None
         return node.rows
-
-
-def bits(first: int, last: int) -> int:
-    first = max(first, 0)
-    return (1 << last) - (1 << first) if last > first else 0
 
 
 def restarted(old: Planting, order: Iterable[Slot] | None = None) -> Planting:

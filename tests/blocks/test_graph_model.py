@@ -508,9 +508,6 @@ def test_the_tree_does_what_the_model_does(space: str, lossy: bool) -> None:
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=40,
-            stateful_step_count=25,
-            suppress_health_check=list(HealthCheck),
-            database=None,
+            max_examples=40, stateful_step_count=25, suppress_health_check=list(HealthCheck), database=None
         ),
     )

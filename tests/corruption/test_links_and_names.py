@@ -26,10 +26,6 @@ from .directories import EXACT, PLAIN, depth, file_of, judge, opened, reasons, r
 PRECIOUS = b"precious" * 100
 
 
-def pipe(path):
-    os.mkfifo(path)
-
-
 def bound_socket(path):
     here = os.open(path.parent, os.O_RDONLY)
     before = os.getcwd()
@@ -47,20 +43,12 @@ def folder(path):
     (path / "within").write_bytes(bytes(5000))
 
 
-def dangling(path):
-    path.symlink_to(path.parent / "nothing")
-
-
-def endless(path):
-    path.symlink_to("/dev/zero")
-
-
 PLACED = {
-    "a pipe": pipe,
+    "a pipe": os.mkfifo,
     "a socket": bound_socket,
     "a folder": folder,
-    "a dangling link": dangling,
-    "a device": endless,
+    "a dangling link": lambda path: path.symlink_to(path.parent / "nothing"),
+    "a device": lambda path: path.symlink_to("/dev/zero"),
 }
 
 

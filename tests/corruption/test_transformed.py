@@ -135,12 +135,7 @@ FEW = ("more words that are there", "random words", "infinite offsets")
 
 
 def depth(
-    cache: PrefixCache,
-    model: Tiny,
-    tokens: list[int] = TOKENS,
-    *,
-    promote: bool = False,
-    whole_blocks: bool = False,
+    cache: PrefixCache, model: Tiny, tokens: list[int] = TOKENS, *, promote: bool = False, whole_blocks: bool = False
 ) -> int:
     """What a fetch gives: its shapes are right."""
     made, rest = cache.fetch(

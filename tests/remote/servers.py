@@ -152,12 +152,7 @@ def _valkey_binary() -> str:
 
 @contextmanager
 def _resp_server(
-    binary: str,
-    maxmemory: int,
-    policy: str,
-    password: str | None,
-    tls: Certificates | None,
-    options: tuple[str, ...],
+    binary: str, maxmemory: int, policy: str, password: str | None, tls: Certificates | None, options: tuple[str, ...]
 ) -> Iterator[Server]:
     port = free_port()
     ports = ["--port", str(port)]

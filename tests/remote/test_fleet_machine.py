@@ -12,13 +12,7 @@ from unittest import mock
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from prefixcache import PrefixCache
 from tests.models import states
@@ -159,6 +153,5 @@ class Fleet(RuleBasedStateMachine):
 
 def test_a_fleet_gives_what_was_stored_or_nothing():
     run_state_machine_as_test(
-        Fleet,
-        settings=settings(max_examples=60, stateful_step_count=25, suppress_health_check=list(HealthCheck)),
+        Fleet, settings=settings(max_examples=60, stateful_step_count=25, suppress_health_check=list(HealthCheck))
     )

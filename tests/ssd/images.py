@@ -87,6 +87,22 @@ def chain(count: int, *, first: int = 0, **more: Any) -> list[tuple[Entry, Image
     return found
 
 
+def execute(root: Path, statement: str, *values: Any) -> int:
+    """Change the index of a closed directory. How many rows were changed; -1 for what is no change of rows."""
+    index = sqlite3.connect(root / "index.db", isolation_level=None)
+    try:
+        index.execute("PRAGMA ignore_check_constraints = ON")
+        return index.execute(statement, values).rowcount
+    finally:
+        index.close()
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
 class Opened(Ssd):
     """An Ssd that remembers what its writer reported, unless `written` is told."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import sqlite3
 import stat
 import subprocess
 import sys
@@ -13,7 +12,7 @@ import pytest
 
 from prefixcache.ssd import DirectoryError, DirectoryHeld, NewerFormat, reconcile, survey
 
-from .images import SPACE, Opened, chain, fingerprint, make, path_of
+from .images import SPACE, Opened, chain, execute, fingerprint, make, path_of
 
 
 def in_child(work) -> int:
@@ -147,9 +146,7 @@ def of_files(**contents):
 
 def of_another_index(root):
     (root / "LOCK").touch()
-    index = sqlite3.connect(root / "index.db")
-    index.execute("CREATE TABLE image (of TEXT)")
-    index.close()
+    execute(root, "CREATE TABLE image (of TEXT)")
 
 
 FOREIGN = {
@@ -288,13 +285,9 @@ def test_what_a_newer_release_wrote_is_refused_untouched(open_tier, root, crashe
     ssd = open_tier()
     ssd.put(*chain(3))
     ssd.close()
-    index = sqlite3.connect(root / "index.db")
-    index.execute("PRAGMA user_version = 2")
+    execute(root, "PRAGMA user_version = 2")
     if crashed:
-        index.execute("UPDATE meta SET value = '0' WHERE name = 'clean'")
-    index.commit()
-    index.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-    index.close()
+        execute(root, "UPDATE meta SET value = '0' WHERE name = 'clean'")
     before = fingerprint(root)
     with pytest.raises(NewerFormat, match="upgrade prefixcache"):
         Opened(root)

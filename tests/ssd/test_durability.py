@@ -7,7 +7,10 @@ import os
 import random
 import signal
 import time
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -18,7 +21,7 @@ from tools.faults.evidence import du
 from .images import SPACE, Opened, chain, hold, make
 
 # Every call that changes the disk, by the name under which the package calls it.
-CALLS = ("open", "write", "fsync", "rename", "unlink", "mkdir", "ftruncate")
+CALLS = ("open", "write", "fsync", "rename", "unlink", "mkdir", "rmdir", "ftruncate")
 PAIRS = [*chain(7, used=3), make(70, kind="window"), make(71, kind="snapshot", count=9)]
 
 
@@ -146,8 +149,18 @@ class Steps:
             os._exit(3)
 
 
-def run_child(root: Path, at: int, torn: bool) -> tuple[list[tuple[str, list[int]]], int, bool]:
-    """What a child said before it died at step `at`, how many steps it took, and whether it died."""
+class ChildRun(NamedTuple):
+    """What a child said before it ended, how many steps it took if it ended by itself, and whether it died at a step."""
+
+    said: dict[str, list[int]]
+    steps: int
+    died: bool
+
+
+def run_child(
+    work: Callable[[Callable[[str, Iterable[int]], None]], None], at: int = 0, torn: bool = False
+) -> ChildRun:
+    """Run `work(say)` in a child that dies at step `at`; 0: at none."""
     out, into = os.pipe()
     pid = os.fork()
     if not pid:
@@ -156,20 +169,23 @@ def run_child(root: Path, at: int, torn: bool) -> tuple[list[tuple[str, list[int
             real_write = os.write
             steps = Steps(at, torn)
             steps.install()
-            scenario(root, lambda word, which: real_write(into, f"{word} {' '.join(map(str, which))}\n".encode()))
-            real_write(into, f"steps {steps.count}\n".encode())
+
+            def say(word: str, numbers: Iterable[int]) -> None:
+                real_write(into, f"{word} {' '.join(map(str, numbers))}\n".encode())
+
+            work(say)
+            say("steps", [steps.count])
         finally:
             os._exit(0)
     os.close(into)
     with os.fdopen(out) as pipe:
         lines = [line.split() for line in pipe.read().splitlines()]
     died = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3
-    said = [(line[0], [int(word) for word in line[1:]]) for line in lines]
-    return said, next((numbers[0] for word, numbers in said if word == "steps"), 0), died
+    said = {word: list(map(int, numbers)) for word, *numbers in lines}
+    return ChildRun(said, said.get("steps", [0])[0], died)
 
 
-def check_after(root: Path, said: list[tuple[str, list[int]]]) -> None:
-    words = dict(said)
+def check_after(root: Path, words: dict[str, list[int]]) -> None:
     ssd = Opened(root, limit=3 << 20)
     try:
         ssd.check_integrity()
@@ -194,22 +210,25 @@ def check_after(root: Path, said: list[tuple[str, list[int]]]) -> None:
 
 @pytest.mark.parametrize("torn", [False, True])
 def test_a_crash_at_any_step_loses_nothing_that_was_acknowledged(fast_root, torn):
-    _, total, died = run_child(fast_root.with_name("whole"), 0, torn)
+    whole = run_child(partial(scenario, fast_root.with_name("whole")), 0, torn)
+    total = whole.steps
     assert total > 60
-    assert not died
+    assert not whole.died
     for at in range(1, total + 1, 9):  # tests/crash has every one, by a library before the C library's calls
         root = fast_root.with_name(f"ssd{at}")
-        said, steps, died = run_child(root, at, torn)
-        assert died or 0 < steps < at, at  # how the writer batches, and so the number of steps, is a matter of timing
-        check_after(root, said)
+        run = run_child(partial(scenario, root), at, torn)
+        assert run.died or 0 < run.steps < at, (
+            at
+        )  # how the writer batches, and so the number of steps, is a matter of timing
+        check_after(root, run.said)
 
 
 def test_a_crash_while_recovering_is_recovered_from(fast_root):
     """Kill in mid-write, then at steps of the next opening, again and again on one directory."""
-    said, _, _ = run_child(fast_root, 75, True)
+    killed = run_child(partial(scenario, fast_root), 75, True)
     for at in (3, 8, 12, 16, 20, 24):
-        run_child(fast_root, at, False)
-    check_after(fast_root, said)
+        run_child(partial(scenario, fast_root), at)
+    check_after(fast_root, killed.said)
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -247,8 +266,7 @@ def test_killed_at_any_moment_all_that_was_acknowledged_is_there(fast_root, seed
 
 def test_batches_of_one_lose_nothing_either(fast_root, monkeypatch):
     monkeypatch.setattr(queue, "BATCH_FILES", 1)
-    _, total, _ = run_child(fast_root.with_name("whole"), 0, True)
+    total = run_child(partial(scenario, fast_root.with_name("whole")), 0, True).steps
     for at in range(40, total + 1, 15):
         root = fast_root.with_name(f"ssd{at}")
-        said, _, _ = run_child(root, at, True)
-        check_after(root, said)
+        check_after(root, run_child(partial(scenario, root), at, True).said)

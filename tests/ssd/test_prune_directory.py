@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import shutil
-import sqlite3
 import time
 from pathlib import Path
 
@@ -13,20 +12,13 @@ import pytest
 
 from prefixcache import keys
 from prefixcache.image_format import Blueprint, Meta, Spec
-from prefixcache.ssd import (
-    DirectoryError,
-    DirectoryHeld,
-    Entry,
-    NamespaceRow,
-    clear,
-    reconcile,
-)
+from prefixcache.ssd import DirectoryError, DirectoryHeld, Entry, NamespaceRow, clear, reconcile
 from prefixcache.store_fetch_remove.prune_directory import prune
 from prefixcache.store_fetch_remove.selection import NoSuchNamespace, Selection
 from tools.faults.evidence import du
 
-from .images import CODEC, LAYOUT, ROOT, SPACE, Opened, chain, fingerprint, make, path_of
-from .test_durability import Steps
+from .images import CODEC, LAYOUT, ROOT, SPACE, Opened, chain, execute, fingerprint, make, path_of
+from .test_durability import run_child
 
 DAY = 86400.0
 OTHER = NamespaceRow(keys.root_key("other", {"name": "raw"}, {"layers": 2}, b"x"), "other", CODEC, LAYOUT, 1.7e9)
@@ -65,12 +57,10 @@ def snapshot(parent: Entry, rows: Entry, seed: int, count: int = 9):
 
 def aged(root: Path, ages: dict[bytes, float]) -> None:
     """Images, by key, were last used so many days ago; the others now."""
-    connection = sqlite3.connect(root / "index.db", isolation_level=None)
     now = time.time()
-    connection.execute("UPDATE image SET used_at = ?", [now])
+    execute(root, "UPDATE image SET used_at = ?", now)
     for key, days in ages.items():
-        connection.execute("UPDATE image SET used_at = ? WHERE key = ?", [now - days * DAY, key])
-    connection.close()
+        execute(root, "UPDATE image SET used_at = ? WHERE key = ?", now - days * DAY, key)
     for path in root.rglob("*.safetensors"):  # what an adopted image is said to have been used
         os.utime(path, (now - 99 * DAY,) * 2)
 
@@ -243,9 +233,7 @@ def test_to_a_size_nothing_is_deleted_before_what_depends_on_it(root):
 
 def test_images_whose_block_is_gone_are_deleted_like_others(root, stored):
     gone, *below = stored[2:6]
-    connection = sqlite3.connect(root / "index.db", isolation_level=None)
-    connection.execute("DELETE FROM image WHERE key = ?", [gone.key])
-    connection.close()
+    execute(root, "DELETE FROM image WHERE key = ?", gone.key)
     path_of(root, gone).unlink()
     aged(root, {below[0].key: 9, below[2].key: 9, stored[6].key: 9})
     done = prune(root, days(7))
@@ -327,28 +315,6 @@ def test_a_dry_run_changes_nothing_and_a_held_directory_is_refused(root, stored,
     assert [path.name for path in home.iterdir()] == ["letter"]
 
 
-def killed(at: int, work) -> int:
-    """Do the work in a child that dies at its Nth step; how many steps it made when it did not, else 0."""
-    out, into = os.pipe()
-    pid = os.fork()
-    if not pid:
-        try:
-            os.close(out)
-            write, steps = os.write, Steps(at, False)
-            for name in ("rmdir",):
-                setattr(os, name, steps.stepped(getattr(os, name)))
-            steps.install()
-            work()
-            write(into, b"%d" % steps.count)
-        finally:
-            os._exit(0)
-    os.close(into)
-    with os.fdopen(out) as pipe:
-        said = pipe.read()
-    os.waitpid(pid, 0)
-    return int(said or 0)
-
-
 @pytest.mark.parametrize("work", ["clear", "prune"])
 def test_killed_at_any_step_it_opens_and_has_all_that_was_to_stay(quick, stored, root, work):
     aged(root, {entry.key: 9 for entry in stored if entry is not stored[7]})
@@ -358,12 +324,12 @@ def test_killed_at_any_step_it_opens_and_has_all_that_was_to_stay(quick, stored,
         _ = clear(folder) if work == "clear" else prune(folder, days(7))
 
     shutil.copytree(root, quick / "whole")
-    total = killed(0, lambda: do(quick / "whole"))
+    total = run_child(lambda say: do(quick / "whole")).steps
     assert total > 25
     for at in range(1, total + 1, 2):
         folder = quick / str(at)
         shutil.copytree(root, folder)
-        killed(at, lambda folder=folder: do(folder))
+        run_child(lambda say, folder=folder: do(folder), at)
         if at % 4 < 2:
             assert held(folder).keys() >= stays
         else:  # run again, it goes on from there

@@ -6,19 +6,12 @@ import errno
 import json
 import os
 import shutil
-import sqlite3
 
 import pytest
 
 from prefixcache.ssd import Corrupt, Unreadable, reconcile
 
-from .images import chain, make, path_of
-
-
-def flip(path, at):
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1
-    path.write_bytes(data)
+from .images import chain, execute, flip, make, path_of
 
 
 def instead(put):
@@ -72,23 +65,17 @@ def test_tokens_that_went_bad_in_the_index_are_not_believed_and_nothing_is_lost(
     ssd = open_tier()
     stored = ssd.put(*chain(2))
     ssd.close()
-    change(root, "UPDATE tokens SET tokens = zeroblob(1024) WHERE id = 1")
+    execute(root, "UPDATE tokens SET tokens = zeroblob(1024) WHERE id = 1")
     again = open_tier()
     assert [(entry.key, entry.tokens) for entry in again.entries()] == [(entry.key, entry.tokens) for entry in stored]
     again.check_integrity()
-
-
-def change(root, statement, *values):
-    index = sqlite3.connect(root / "index.db", isolation_level=None)
-    index.execute(statement, values)
-    index.close()
 
 
 def test_a_row_that_is_wrong_about_a_files_size_costs_a_miss_and_is_mended(open_tier, root):
     ssd = open_tier()
     (stored,) = ssd.put(make(1))
     ssd.close()
-    change(root, "UPDATE image SET nbytes = nbytes + 1")
+    execute(root, "UPDATE image SET nbytes = nbytes + 1")
     again = open_tier()
     (wrong,) = again.entries()
     assert isinstance(again.read(wrong).exception(10), Corrupt)
@@ -103,7 +90,7 @@ def test_a_row_that_is_wrong_about_a_whole_file_is_mended_by_reconcile(open_tier
     ssd = open_tier()
     (stored,) = ssd.put(make(1))
     ssd.close()
-    change(root, f"UPDATE image SET {field} = ?", value)
+    execute(root, f"UPDATE image SET {field} = ?", value)
     ssd = open_tier()
     assert ssd.read(stored).result(10)
     ssd.close()

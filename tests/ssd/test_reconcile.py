@@ -6,13 +6,11 @@ import contextlib
 import json
 import os
 import shutil
-import sqlite3
 import threading
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,7 +19,7 @@ from prefixcache.ssd.files import DamagedFile, from_header, read_header
 from prefixcache.ssd.index import Index
 from tools.faults.evidence import du
 
-from .images import CODEC, LAYOUT, MODEL, ROOT, SPACE, Opened, chain, fingerprint, make, path_of
+from .images import CODEC, LAYOUT, MODEL, ROOT, SPACE, Opened, chain, execute, fingerprint, flip, make, path_of
 
 
 @pytest.fixture
@@ -34,16 +32,6 @@ def filled(root) -> tuple[Path, list[Entry]]:
     return root, stored
 
 
-def execute(root: Path, statement: str, *values: Any) -> int:
-    """Change the index. How many rows were changed; -1 for what is no change of rows."""
-    index = sqlite3.connect(root / "index.db", isolation_level=None)
-    try:
-        index.execute("PRAGMA ignore_check_constraints = ON")
-        return index.execute(statement, values).rowcount
-    finally:
-        index.close()
-
-
 def write(path: Path, content: bytes) -> None:
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(content)
@@ -52,12 +40,6 @@ def write(path: Path, content: bytes) -> None:
 def move(path: Path, to: Path) -> None:
     to.parent.mkdir(exist_ok=True)
     path.rename(to)
-
-
-def flip(path: Path, at: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1
-    path.write_bytes(data)
 
 
 def link(root: Path, stored: list[Entry]) -> None:
