@@ -31,7 +31,7 @@ class Checkpoint:
         self._due = time.monotonic() + INTERVAL
 
     def load(self) -> dict[str, Array] | None:
-        """What was saved for this request; None, with a log line, where the file is another's or damaged."""
+        """Return what was saved for this request; None, with a log line, where the file is another's or damaged."""
         if self._path is None or not self._path.exists():
             return None
         try:

@@ -42,8 +42,8 @@ _ROWS = 1024  # of a sample, for steps and tables
 
 
 def design(statistics: Statistics, model: str, texts: str, sinks: int) -> bytes:
-    """The bytes of the basis, by the first guess of its step, of `model`, an identity as `model_identity` gives it, whose
-    statistics these are.
+    """Return the bytes of the basis, by the first guess of its step, of `model`, an identity as `model_identity` gives it,
+    whose statistics these are.
     """
     return Design(statistics, model, texts, sinks).at(REFERENCE_QUALITY).data()
 
@@ -69,7 +69,7 @@ class Design:
         self._origin = BasisOrigin(model, sinks, statistics.metric, texts)
 
     def at(self, quality: float) -> Designed:
-        """The basis whose quality 4 has the step of `quality` by the first guess."""
+        """Return the basis whose quality 4 has the step of `quality` by the first guess."""
         drafts = [draft.scaled(finer(quality)) for draft in self._drafts]
         tables = fit((draft.values(), class_of(draft.spreads)) for draft in drafts)
         return Designed([draft.group(tables) for draft in drafts], tables, self._origin)
@@ -90,17 +90,17 @@ class _GroupDraft(NamedTuple):
 
     def in_metric(self, rows: Array) -> Array:
         """Rows float32 (rows, channels) in the metric."""
-        made, at = np.empty_like(rows), 0
+        turned, at = np.empty_like(rows), 0
         for factor in self.factors:
             heads, width, _ = factor.shape
             part = slice(at, at + heads * width)
             blocks = rows[:, part].reshape(len(rows), heads, width).swapaxes(0, 1)
-            made[:, part] = np.matmul(blocks, factor.astype(np.float32)).swapaxes(0, 1).reshape(len(rows), -1)
+            turned[:, part] = np.matmul(blocks, factor.astype(np.float32)).swapaxes(0, 1).reshape(len(rows), -1)
             at = part.stop
-        return made
+        return turned
 
     def values(self) -> Array:
-        """The sample's along the vectors."""
+        """Return the sample's along the vectors."""
         return self.in_metric(self.sample) @ self.vectors.astype(np.float32)
 
     def group(self, tables: Tables) -> LayerGroup:
@@ -148,7 +148,7 @@ def _metric(layers: Sequence[Layer], statistics: Statistics) -> Iterator[Array]:
 
 
 def _first_step(drafts: Sequence[_GroupDraft]) -> float:
-    """The step at which the samples err as much as they should."""
+    """Return the step at which the samples err as much as they should."""
     wanted = SHARE * sum(_reference_error(draft) for draft in drafts)
     values = [draft.values() for draft in drafts]
     low, high = 1e-12, float(max(draft.spreads[0] for draft in drafts))
@@ -166,7 +166,7 @@ def _error(values: Array, step: float) -> float:
 
 
 def _reference_error(draft: _GroupDraft) -> float:
-    """What TurboQuant's codes of the sample err by."""
+    """Return what TurboQuant's codes of the sample err by."""
     rows = draft.sample + draft.mean.astype(np.float32)
     errors, at = np.empty_like(rows), 0
     for i, factor in enumerate(draft.factors):
@@ -193,7 +193,7 @@ def _turboquant(rows: Array, centred: bool) -> Array:
 
 
 def _row_words(values: Array, spreads: Array, tables: Tables) -> float:
-    """The mean length of coded rows, in 16-bit words: what the tables say, and the coder's two last ones."""
+    """Return the mean length of coded rows, in 16-bit words: what the tables say, and the coder's two last ones."""
     kept = spreads >= bases.LEAST_SPREAD
     steps, classes = quantised(values[:, kept].astype(np.float32)), class_of(spreads[kept])
     of_rows = shifted(classes, gains_of(steps, classes, tables))

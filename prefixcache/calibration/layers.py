@@ -45,7 +45,7 @@ REFUSED_CACHES: dict[type, str] = {
 
 
 def eligible_layers(model: nn.Module) -> tuple[list[Layer], dict[int, str]]:
-    """The layers that can be transformed, and why the others can't, by index: a short clause each.
+    """Return the layers that can be transformed, and why the others can't, by index: a short clause each.
 
     Runs the model a few times on single tokens.
     """
@@ -57,11 +57,11 @@ def eligible_layers(model: nn.Module) -> tuple[list[Layer], dict[int, str]]:
     rotations = _Rotations(model)
     layers = []
     for index, first in at_zero.items():
-        found = _measured(index, [first, *(rows[index] for rows in elsewhere)], rotations)
-        if isinstance(found, Layer):
-            layers.append(found)
+        layer_or_reason = _measured(index, [first, *(rows[index] for rows in elsewhere)], rotations)
+        if isinstance(layer_or_reason, Layer):
+            layers.append(layer_or_reason)
         else:
-            refused[index] = found
+            refused[index] = layer_or_reason
     return layers, dict(sorted(refused.items()))
 
 
@@ -90,7 +90,7 @@ Given = list[tuple[mx.array, mx.array]]
 
 
 def _rows_at(model: nn.Module, position: int) -> dict[int, Given]:
-    """What each plain cache is given of single tokens at `position`: (sequences, heads, 1, width) arrays, by index."""
+    """Return what each plain cache is given of single tokens at `position`: (sequences, heads, 1, width) arrays, by index."""
     caches = make_prompt_cache(model)
     plain = [index for index, cache in enumerate(caches) if type(cache) is KVCache]
     caches = [_at(cache, position) for cache in caches]
@@ -99,7 +99,7 @@ def _rows_at(model: nn.Module, position: int) -> dict[int, Given]:
 
 
 def _at(cache: Any, position: int) -> Any:
-    """A fresh cache that says `position`: some models ask one layer's cache for the position in all of them."""
+    """Return a fresh cache that says `position`: some models ask one layer's cache for the position in all of them."""
     if isinstance(cache, CacheList):
         return CacheList(*(_at(part, position) for part in cache.caches))
     if isinstance(cache, (KVCache, RotatingKVCache)):
@@ -110,7 +110,7 @@ def _at(cache: Any, position: int) -> Any:
 
 
 def _measured(index: int, given: list[Given], rotations: _Rotations) -> Layer | str:
-    """The layer, or why it isn't eligible; `given` at position 0 and at POSITIONS."""
+    """Return the layer, or why it isn't eligible; `given` at position 0 and at POSITIONS."""
     if not all(given):
         return "no keys or values"
     if any(len(calls) > 1 for calls in given):
@@ -140,7 +140,9 @@ def _as_rows(array: mx.array) -> Array:
 
 
 def _error(rows: list[Array], rotation: Rope) -> float:
-    """How far rows at POSITIONS are from those at 0 once `rotation` is undone, relative to their length; nan if they are."""
+    """Return how far rows at POSITIONS are from those at 0 once `rotation` is undone, relative to their length; nan if they
+    are.
+    """
     first, *others = (rotation.undo(row, position) for row, position in zip(rows, (0, *POSITIONS), strict=True))
     length = np.linalg.norm(first)
     return max(float(np.linalg.norm(other - first) / length) if length else np.nan for other in others)
@@ -168,7 +170,7 @@ def _is_rope(module: nn.Module) -> bool:
 
 
 def measure(module: nn.Module, width: int) -> Rope | None:
-    """How a RoPE module turns keys of `width` values; None where it does something else to them.
+    """Return how a RoPE module turns keys of `width` values; None where it does something else to them.
 
     The module is asked for unit vectors. At position 1 the angle of each gives its frequency, relatively exact for slow
     pairs too; positions 32 and 1024, powers of two that round no phase, make it as exact as the module's own float32.
@@ -200,7 +202,7 @@ def _turned_units(module: nn.Module, width: int, position: int) -> Array:
 
 
 def _pairing(turned: Array) -> tuple[int, bool]:
-    """How many pairs turn, and whether they are neighbours. ValueError where none does."""
+    """Return how many pairs turn, and whether they are neighbours. ValueError where none does."""
     partners = [i for i in range(len(turned)) if turned[0, i] != 0 and i]
     if len(partners) != 1:
         raise ValueError("the first value of a head turns with no other, or with several")

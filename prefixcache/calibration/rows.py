@@ -17,7 +17,7 @@ PREFILL = 512  # tokens in one call of the model, as mlx-lm's servers do it
 
 
 def prefilled(model: nn.Module, tokens: Sequence[int]) -> list[Any]:
-    """A fresh prompt cache that holds `tokens`."""
+    """Return a fresh prompt cache that holds `tokens`."""
     prompt_cache = make_prompt_cache(model)
     for start in range(0, len(tokens), PREFILL):
         model(mx.array(list(tokens[start : start + PREFILL]))[None], cache=prompt_cache)

@@ -74,33 +74,42 @@ class Statistics:
     blocks: Blocks
 
 
+@dataclass(frozen=True)
+class Collection:
+    """How statistics are collected: without the first `sinks` tokens of a window, with gradients in `fisher_windows` of the
+    windows, `draws` times each. `identity` says what the model is; `checkpoint` is a file, which stays when all is done.
+    """
+
+    sinks: int = SINKS
+    fisher_windows: int = FISHER_WINDOWS
+    draws: int = DRAWS
+    identity: str = ""
+    checkpoint: Path | None = None
+
+
 def collect(
     model: nn.Module,
     groups: Sequence[Sequence[Layer]],
     windows: Sequence[Sequence[int]],
     held_back: Sequence[Sequence[int]],
+    collection: Collection = Collection(),
     progress: Progress = lambda phase, done, of: None,
-    *,
-    sinks: int = SINKS,
-    fisher_windows: int = FISHER_WINDOWS,
-    draws: int = DRAWS,
-    identity: str = "",
-    checkpoint: Path | None = None,
 ) -> Statistics:
-    """Statistics of `windows` of token ids, each a text of its own, without their first `sinks` tokens.
+    """Return statistics of `windows` of token ids, each a text of its own.
 
-    `groups` are lists of `eligible_layers`' layers, a layer in one group at most; other layers are left out. Gradients are
-    taken in `fisher_windows` of the windows, `draws` times each. Of windows `held_back` only the sample is taken: what is
-    expected of unseen text can be measured on them.
+    `groups` are lists of `eligible_layers`' layers, a layer in one group at most; other layers are left out. Of windows
+    `held_back` only the sample is taken: what is expected of unseen text can be measured on them.
 
-    The same call gives the same bits on one machine. With `checkpoint`, a file, an interrupted call goes on where it was
-    when the same is asked for again: the same `identity`, which says what the model is, windows, layers, counts. The
-    file stays when all is done. ValueError for what can't be collected; OSError where the file can't be written.
+    The same call gives the same bits on one machine. With a checkpoint an interrupted call goes on where it was when the same
+    is asked for again: identity, windows, layers, counts. ValueError for what can't be collected; OSError where the
+    checkpoint can't be written.
     """
+    sinks, draws = collection.sinks, collection.draws
     windows, held_back = ([list(map(int, window)) for window in given] for given in (windows, held_back))
     _check(groups, windows, held_back, sinks)
     gathered = _Gathered(groups, held_back, sinks)
-    file = Checkpoint(checkpoint, _hash_of(groups, identity, sinks, fisher_windows, draws, windows, held_back))
+    counts = collection.identity, sinks, collection.fisher_windows, draws
+    file = Checkpoint(collection.checkpoint, _hash_of(groups, *counts, windows, held_back))
     if (saved := file.load()) is not None:
         gathered.restore(saved)
 
@@ -114,7 +123,7 @@ def collect(
             file.save(gathered.arrays())
         progress(PREFILL_PHASE, done + 1, count)
 
-    chosen = _evenly(len(windows), fisher_windows)
+    chosen = _evenly(len(windows), collection.fisher_windows)
     for done in range(gathered.windows_differentiated, len(chosen)):
         drawn = gathered.differentiate(model, windows[chosen[done]], range(done * draws, (done + 1) * draws))
         for number in drawn:

@@ -55,12 +55,14 @@ class Text(NamedTuple):
 
 
 def default_texts() -> list[Text]:
-    """The corpus, then code, then prose. The same on every call; a module or package that isn't installed is left out."""
+    """Return the corpus, then code, then prose. The same on every call; a module or package that isn't installed is
+    left out.
+    """
     return [*_corpus(), *_code(), *_descriptions(), *_docstrings()]
 
 
 def read_texts(paths: Sequence[Path]) -> list[Text]:
-    """One text for each file. Raises ValueError for a file that can't be read or isn't UTF-8."""
+    """Return one text for each file. Raises ValueError for a file that can't be read or isn't UTF-8."""
     texts = []
     for path in paths:
         try:
@@ -141,18 +143,18 @@ def _code() -> Iterator[Text]:
 
 def _descriptions() -> Iterator[Text]:
     """What installed projects say about themselves, in Markdown and reStructuredText."""
-    found: dict[str, str] = {}
+    descriptions: dict[str, str] = {}
     for distribution in distributions():
         metadata = distribution.metadata
         if metadata and "Name" in metadata and "Description" in metadata:  # a broken install has no metadata
             name = re.sub(r"[-_.]+", "-", metadata["Name"]).lower()
-            found.setdefault(name, metadata["Description"])
-    found = {name: text for name, text in found.items() if len(text) > SHORTEST}
+            descriptions.setdefault(name, metadata["Description"])
+    descriptions = {name: text for name, text in descriptions.items() if len(text) > SHORTEST}
     there = 0
-    for name in sorted(found, key=lambda name: (name not in PROJECTS, name)):
+    for name in sorted(descriptions, key=lambda name: (name not in PROJECTS, name)):
         if there < ENOUGH:
-            yield Text(name, found[name][:LONGEST], "prose")
-            there += len(found[name][:LONGEST])
+            yield Text(name, descriptions[name][:LONGEST], "prose")
+            there += len(descriptions[name][:LONGEST])
 
 
 def _docstrings() -> Iterator[Text]:
@@ -169,7 +171,9 @@ def _docstrings() -> Iterator[Text]:
 
 
 def _pieces(texts: list[list[int]], size: int) -> list[list[list[int]]]:
-    """Each text cut into pieces of `size` tokens; at the end, as one more text, what is left of all, joined and cut."""
+    """Return each text cut into pieces of `size` tokens; at the end, as one more text, what is left of all, joined and
+    cut.
+    """
 
     def cut(ids: list[int]) -> list[list[int]]:
         return [ids[i : i + size] for i in range(0, len(ids) - size + 1, size)]
@@ -179,7 +183,9 @@ def _pieces(texts: list[list[int]], size: int) -> list[list[list[int]]]:
 
 
 def _turns(room: dict[str, int], count: int) -> list[str]:
-    """The kinds of `count` windows: the next is always of the kind that is furthest behind its share and has some left."""
+    """Return the kinds of `count` windows: the next is always of the kind that is furthest behind its share and has some
+    left.
+    """
     given = dict.fromkeys(room, 0)
     turns = []
     for _ in range(count):
@@ -190,7 +196,7 @@ def _turns(room: dict[str, int], count: int) -> list[str]:
 
 
 def _spread_over_kinds(turns: list[str], count: int) -> set[int]:
-    """The places of `count` turns, of the kinds of the first ones, evenly spaced among those of each kind."""
+    """Return the places of `count` turns, of the kinds of the first ones, evenly spaced among those of each kind."""
     chosen: set[int] = set()
     for kind in dict.fromkeys(turns[:count]):
         places = [place for place, of_kind in enumerate(turns) if of_kind == kind]

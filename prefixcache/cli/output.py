@@ -36,7 +36,7 @@ def can_draw() -> bool:
 
 
 def pictures(option: str, out: Path | None) -> list[Path]:
-    """The files to draw: `out`, or one of each kind where it has no suffix. Refused when they can't be made."""
+    """Return the files to draw: `out`, or one of each kind where it has no suffix. Refused when they can't be made."""
     if out is None:
         return []
     if not can_draw():

@@ -42,7 +42,7 @@ def html_table(grid: Grid) -> str:
 
 
 def elements(tag: str, texts: list[str]) -> str:
-    """One HTML element for each text, escaped."""
+    """Return one HTML element for each text, escaped."""
     return "".join(f"<{tag}>{'<br>'.join(map(html_text, text.splitlines()))}</{tag}>" for text in texts)
 
 

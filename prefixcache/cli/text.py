@@ -46,7 +46,7 @@ class _Console(Console):
 
 
 def console(*, stderr: bool = False) -> Console:
-    """A console of the stream as it is now. No markup, no emoji, no highlighting: texts are printed as they are."""
+    """Return a console of the stream as it is now. No markup, no emoji, no highlighting: texts are printed as they are."""
     stream = sys.stderr if stderr else sys.stdout
     width = None if stream.isatty() or os.environ.get("COLUMNS") else PIPE_WIDTH
     return _Console(file=stream, width=width, markup=False, emoji=False, highlight=False)
@@ -78,7 +78,7 @@ def mute() -> None:
 
 
 def age(when: float | None, now: float) -> str:
-    """How long ago a Unix time was, in its largest unit; "-" for none."""
+    """Return how long ago a Unix time was, in its largest unit; "-" for none."""
     if when is None:
         return "-"
     seconds = max(now - when, 0.0)

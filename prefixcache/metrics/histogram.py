@@ -44,7 +44,7 @@ class Observed(NamedTuple):
         return self.counts[-1]
 
     def quantile(self, share: float) -> float:
-        """About the value that so much of all is at most, as if a bucket's values lay evenly in it; 0.0 of none.
+        """Return about the value that so much of all is at most, as if a bucket's values lay evenly in it; 0.0 of none.
 
         What is beyond the last bound counts as that bound.
         """

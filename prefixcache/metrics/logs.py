@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from datetime import datetime, timezone
 from typing import Any, Protocol
 
 from prefixcache.byte_sizes import size
+from prefixcache.metrics.periodic import Periodic
 from prefixcache.metrics.stats import Stats
 
 log = logging.getLogger("prefixcache")
@@ -58,7 +58,9 @@ def _plain(value: Any) -> Any:
 
 
 def quotes_nothing(record: logging.LogRecord) -> bool:
-    """A filter: mlx-lm's errors without the request's body that they quote, and without its DEBUG lines, which quote all."""
+    """Filter records: keep mlx-lm's errors without the request's body that they quote, and without its DEBUG lines, which
+    quote all.
+    """
     if record.pathname.replace("\\", "/").endswith(_SERVER):
         if record.levelno <= logging.DEBUG:
             return False
@@ -72,49 +74,32 @@ class _HasStats(Protocol):
     def stats(self) -> Stats: ...
 
 
-class UsageLog:
-    """One record a period: what a cache did since the one before, and what it holds. Level INFO of the logger "prefixcache";
-    the numbers are in `extra`, for `JsonFormatter`, with their units in their names.
-
-    `look` logs one, on any thread; `start` has a thread do it every so many seconds until `stop`, or until the cache is gone.
+class UsageLog(Periodic):
+    """Logs what a cache did since the last look, and what it holds. Level INFO of the logger "prefixcache"; the numbers are
+    in `extra`, for `JsonFormatter`, with their units in their names. The looks end when the cache is gone.
     """
 
     def __init__(self, cache: _HasStats, every: float, clock: Callable[[], float] = time.monotonic):
-        self._stop = stop = threading.Event()
-        self._cache = weakref.ref(cache, lambda gone: stop.set())
-        self._every = every
+        super().__init__("summary", every, f"log_every={every:g}: the cache could not be looked at")
+        self._cache = weakref.ref(cache, lambda gone: self.stop())
         self._clock = clock
         self._before = cache.stats()
         self._at = clock()
 
-    def start(self) -> None:
-        threading.Thread(target=self._run, name="prefixcache-summary", daemon=True).start()
-
-    def stop(self) -> None:
-        """Does not wait: whoever calls it may hold what the thread waits for."""
-        self._stop.set()
-
-    def _run(self) -> None:
-        while not self._stop.wait(self._every) and self._cache() is not None:
-            try:
-                self.look()
-            except Exception:
-                log.exception("log_every=%g: the cache could not be looked at", self._every)
-
-    def look(self) -> None:
+    def look(self) -> bool:
         cache = self._cache()
         if cache is None:
-            return
+            return False
         now, stats = self._clock(), cache.stats()
         fields = summed_up(self._before, stats, now - self._at)
         self._before, self._at = stats, now
         log.info("%s", in_words(fields), extra=fields)
+        return True
 
 
 def summed_up(before: Stats, after: Stats, seconds: float) -> dict[str, Any]:
-    """What happened between two looks at a cache: rates a second, counts, and what is held now. A hit rate is None where
-    nothing was asked for; of a cache without an SSD or remote tier their
-    fields are missing.
+    """Return what happened between two looks at a cache: rates a second, counts, and what is held now. A hit rate is None
+    where nothing was asked for; of a cache without an SSD or remote tier their fields are missing.
     """
     old, new, rate = before.counters, after.counters, 1 / max(seconds, 1e-9)
     asked = new.asked_tokens - old.asked_tokens

@@ -29,25 +29,25 @@ class Arrivals:
         self._first: dict[Slot, int] = {}  # the first token that RAM lacked for want of the image
         self._sweep_at = self.LEAST
 
-    def came(self, slot: Slot, first: int) -> None:
+    def arrived(self, slot: Slot, first: int) -> None:
         """An image is in RAM now, without which a hit would have ended at token `first`."""
         self._first[slot] = first
         if len(self._first) >= self._sweep_at:  # those that left RAM unused; the same slot may come again
-            self._first = {one: begin for one, begin in self._first.items() if one.image is not None}
+            self._first = {slot: begin for slot, begin in self._first.items() if slot.image is not None}
             self._sweep_at = max(self.LEAST, 2 * len(self._first))
 
     def left(self, slot: Slot) -> None:
         """An image left RAM."""
         self._first.pop(slot, None)
 
-    def owed(self, held: Iterable[Slot], depth: int) -> int:
-        """Of a hit of `depth` tokens, those that are the SSD's. `held`: the hit's images, tail first; of its rows the last
-        will do.
+    def take_share(self, slots: Iterable[Slot], depth: int) -> int:
+        """Return how many tokens of a hit of `depth` are the SSD's; the next hit of them is RAM's. `slots`: the hit's images,
+        tail first; of its rows the last will do.
         """
         if not self._first:
             return 0
         first, below = depth, False
-        for slot in held:
+        for slot in slots:
             first = min(first, self._first.pop(slot, depth))
             node = slot.node.parent if slot.kind == "rows" and not below else None
             below |= slot.kind == "rows"
@@ -108,19 +108,19 @@ class Counters:
         self.arrivals, self.arrivals_remote = Arrivals(), Arrivals()
         self.durations = Durations()
 
-    def count_tiers(self, held: Iterable[Slot], depth: int) -> None:
-        """A hit of `depth` tokens (`held` as in `Arrivals.owed`): how much of it is which tier's."""
-        held = list(held)
-        remote = self.arrivals_remote.owed(held, depth)
-        owed = max(self.arrivals.owed(held, depth) - remote, 0)
+    def count_tiers(self, slots: Iterable[Slot], depth: int) -> None:
+        """Count how much of a hit of `depth` tokens is which tier's (`slots` as in `Arrivals.take_share`)."""
+        slots = list(slots)
+        remote = self.arrivals_remote.take_share(slots, depth)
+        ssd = max(self.arrivals.take_share(slots, depth) - remote, 0)
         self.remote_hit_tokens += remote
-        self.ssd_hit_tokens += owed
-        self.ram_hit_tokens += depth - owed - remote
+        self.ssd_hit_tokens += ssd
+        self.ram_hit_tokens += depth - ssd - remote
 
     def promoted_from_remote(self, slot: Slot, first: int) -> None:
         """An image came from the remote tier, without which a hit would have ended at token `first`, or at its block's."""
         self.remote_promoted_images += 1
-        self.arrivals_remote.came(slot, max(first, slot.node.start if slot.kind == "rows" else 0))
+        self.arrivals_remote.arrived(slot, max(first, slot.node.start if slot.kind == "rows" else 0))
 
     def copy(self, **changes: int) -> Counters:
         return replace(self, **changes)
@@ -167,7 +167,7 @@ class Stats:
     remote: RemoteStats | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """The same as plain JSON types."""
+        """Return the same as plain JSON types."""
         labels = {label: counted._asdict() for label, counted in self.labels.items()}
         seconds = {name: observed.as_dict() for name, observed in self.seconds.items()}
         tiers = {"ssd": _plain(self.ssd), "remote": _plain(self.remote)}

@@ -62,15 +62,15 @@ class Wear(NamedTuple):
 def times_to_first_token(
     asked: np.ndarray, hit: np.ndarray, read: np.ndarray, bytes_per_token: float, rates: Rates
 ) -> np.ndarray:
-    """Seconds of each request: the tokens that were not hit at the prefill rate, the bytes that a promotion read at the
-    SSD's, the bytes of the hit at the decoder's. Each request has the machine to itself: nobody queues.
+    """Return seconds of each request: the tokens that were not hit at the prefill rate, the bytes that a promotion read at
+    the SSD's, the bytes of the hit at the decoder's. Each request has the machine to itself: nobody queues.
     """
     computing = (asked - hit) / rates.prefill
     return np.asarray(computing + read / rates.ssd + hit * bytes_per_token / rates.decode, np.float64)
 
 
 def seconds_of_remote(trips: np.ndarray, read: np.ndarray, link: Link) -> np.ndarray:
-    """What each request waits for a remote tier: its round trips, and the bytes that it read there."""
+    """Return what each request waits for a remote tier: its round trips, and the bytes that it read there."""
     return np.asarray(trips * link.rtt + read / link.rate, np.float64)
 
 
@@ -80,7 +80,7 @@ def percentiles(seconds: np.ndarray) -> Latency | None:
 
 
 def reading_pays(bytes_per_token: float, rates: Rates) -> bool:
-    """Whether a token comes from the SSD, decoded, sooner than it is computed."""
+    """Return whether a token comes from the SSD, decoded, sooner than it is computed."""
     return bytes_per_token / rates.ssd + bytes_per_token / rates.decode < 1 / rates.prefill
 
 
@@ -104,8 +104,8 @@ def cost(ram: int, ssd: int, prices: Prices) -> float:
 
 
 def front(costs: Sequence[float], values: Sequence[float]) -> list[int]:
-    """The Pareto front: the indices that no other beats (none costs as little and gives more, or costs less and gives as
-    much), cheapest first, so both costs and values rise. Of equals the first. What gives nothing is no choice.
+    """Return the Pareto front: the indices that no other beats (none costs as little and gives more, or costs less and gives
+    as much), cheapest first, so both costs and values rise. Of equals the first. What gives nothing is no choice.
     """
     best, chosen = 0.0, []
     for i in sorted(range(len(costs)), key=lambda i: (costs[i], -values[i], i)):
@@ -116,8 +116,8 @@ def front(costs: Sequence[float], values: Sequence[float]) -> list[int]:
 
 
 def knee(costs: Sequence[float], values: Sequence[float]) -> int | None:
-    """The index on the Pareto front up to which more money is well spent; of equals the cheapest, None when nothing gives
-    anything.
+    """Return the index on the Pareto front up to which more money is well spent; of equals the cheapest, None when nothing
+    gives anything.
 
     It has the greatest value / last value - `FRUGAL` x cost / last cost, where the last is the front's dearest. So a dearer
     one is chosen while each part of its price brings at least half of what money brings on the average up to the last, and
@@ -132,12 +132,12 @@ def knee(costs: Sequence[float], values: Sequence[float]) -> int | None:
 
 
 def advised(costs: Sequence[float], values: Sequence[float], livable: Sequence[bool]) -> int | None:
-    """The `knee` of what can be lived with; where nothing that gives anything can be, the knee of all."""
+    """Return the `knee` of what can be lived with; where nothing that gives anything can be, the knee of all."""
     indices = [i for i, of in enumerate(livable) if of]
     chosen = knee([costs[i] for i in indices], [values[i] for i in indices])
     return knee(costs, values) if chosen is None else indices[chosen]
 
 
 def cheapest(costs: Sequence[float], values: Sequence[float], least: float) -> int | None:
-    """The index on the Pareto front that costs least of those that give `least` or more; None when none does."""
+    """Return the index on the Pareto front that costs least of those that give `least` or more; None when none does."""
     return next((i for i in front(costs, values) if values[i] >= least), None)

@@ -30,8 +30,8 @@ class Bound(NamedTuple):
 
 
 def best_at(requests: Iterable[Request], capacities: Sequence[int]) -> list[Bound]:
-    """The most blocks that a cache can have when they are asked for, at each capacity: bytes of RAM and SSD together over the
-    bytes of an id's tokens.
+    """Return the most blocks that a cache can have when they are asked for, at each capacity: bytes of RAM and SSD together
+    over the bytes of an id's tokens.
 
     Belady's rule ("A study of replacement algorithms", 1966) with leave to keep nothing: of all blocks those stay that are
     asked for soonest, of one prompt the first. A prompt that has a block has its parent, too, so a parent never waits longer
@@ -81,7 +81,9 @@ def _reuse(requests: Iterable[Request]) -> _Reuse:
 
 
 def _next_use(ids: np.ndarray, since: np.ndarray, stores: np.ndarray) -> np.ndarray:
-    """The next request with the same id, for each id of a request; NEVER for the last and for what wasn't stored so far."""
+    """Return the next request with the same id, for each id of a request; NEVER for the last and for what wasn't stored so
+    far.
+    """
     order = np.argsort(ids, kind="stable")
     by_id, when = ids[order], since[order]
     first = np.flatnonzero(np.diff(by_id, prepend=by_id[:1] - 1))

@@ -73,11 +73,11 @@ class SimulatedRemote:
         return name in self._images
 
     def ask(self, name: Name) -> RemoteImage | None:
-        """What is there of this name, the most recent from now on."""
-        found = self._images.get(name)
-        if found is not None:
+        """Return what is there of this name, the most recently used from now on."""
+        image = self._images.get(name)
+        if image is not None:
             self._images.move_to_end(name)
-        return found
+        return image
 
     def beside(self, parent: bytes) -> list[RemoteImage]:
         """Windows, snapshots and tails of a block."""
@@ -186,12 +186,12 @@ class Machine(Simulation):
     def _bring(self, prompt: Prompt, local: Deepest) -> None:
         """Read what the remote has beyond the `local` depth, where that takes less time than to compute it."""
         storage, graph, fleet = self.storage, self.storage.graph, self._fleet
-        found = self._found(prompt, local)
+        offered = self._beyond(prompt, local)
         slots: list[Slot] = []
         path = [node.rows for node in _whole(local) if node.rows is not None]
         pinned = graph.pin([*required_images(local.walk, local.depth, graph.last), *path])
         try:
-            slots = self._list(found, self._last_block(local))
+            slots = self._list(offered, self._last_block(local))
             walk = prompt.walk(self.namespace)
             depth = hit_depth(walk, graph.last, len(prompt))
             remote = [slot for slot in required_images(walk, depth, graph.last) if slot.tiers == 1 << graph.last]
@@ -210,8 +210,8 @@ class Machine(Simulation):
         storage.spilling.ahead(sum(slot.nbytes for slot in landed))
         self.settle()
 
-    def _found(self, prompt: Prompt, local: Deepest) -> list[tuple[RemoteImage, bytes]]:
-        """What the remote has beyond the local depth, and the tokens of its block or snapshot: parents first."""
+    def _beyond(self, prompt: Prompt, local: Deepest) -> list[tuple[RemoteImage, bytes]]:
+        """Return what the remote has beyond the local depth, with the tokens of its block or snapshot: parents first."""
         tree, token_bytes = self.namespace.tree, prompt.token_bytes
         parent = self._last_block(local)
         first, last = parent.end // BLOCK, len(prompt) // BLOCK
@@ -222,9 +222,9 @@ class Machine(Simulation):
             if image is None:
                 self._there.pop(key, None)
         leading = next((i for i, image in enumerate(rows) if image is None), len(rows))
-        found = [(image, tokens) for image, tokens in zip(rows[:leading], blocks, strict=False) if image is not None]
+        offered = [(image, tokens) for image, tokens in zip(rows[:leading], blocks, strict=False) if image is not None]
         if not tree.windows and not tree.snapshots:
-            return found
+            return offered
         first = min([local.depth, *(window.first(local.depth) for window in tree.windows)]) // BLOCK * BLOCK
         places = [(node.key, node.end) for node in (tree.root, *_whole(local)) if node.end >= first]
         places += [(key, parent.end + BLOCK * (i + 1)) for i, key in enumerate(keys[1 : leading + 1])]
@@ -232,21 +232,21 @@ class Machine(Simulation):
             key, end = places.pop(0)
             for image in self._remote.beside(key):
                 if token_bytes.startswith(image.tokens, end * TOKEN_BYTES):
-                    found.append((image, image.tokens))
+                    offered.append((image, image.tokens))
                     places += [(image.key, len(prompt))] if image.kind == ROWS else []  # a tail may have a window
-        return found
+        return offered
 
-    def _list(self, found: list[tuple[RemoteImage, bytes]], parent: Node) -> list[Slot]:
-        """Places in the graph for images that are found; none where RAM has no room for them."""
+    def _list(self, offered: list[tuple[RemoteImage, bytes]], parent: Node) -> list[Slot]:
+        """Make places in the graph for images that are offered; none where RAM has no room for them."""
         graph, slots = self.storage.graph, []
         each = NODE_BYTES + BLOCK_BYTES + graph.slot_bytes
-        nbytes = sum(each + len(image.tokens) for image, _ in found)
+        nbytes = sum(each + len(image.tokens) for image, _ in offered)
         reservation = self.storage.ram.reserve(nbytes, PATIENCE, drop=False)
         if reservation is None:
             return []
         nodes = {node.key: node for node in _above(parent)}
         with reservation:
-            for image, tokens in found:
+            for image, tokens in offered:
                 node: Node | None = nodes.get(image.parent)
                 if node is not None and image.kind == ROWS:
                     node = graph.grow(node, tokens, reservation, image.key)
@@ -276,7 +276,7 @@ def _above(node: Node | None) -> Iterator[Node]:
 
 
 def _image_of(slot: Slot) -> RemoteImage:
-    """What the remote is given of an image in RAM."""
+    """Return what the remote is given of an image in RAM."""
     node, tokens = slot.node, slot.suffix
     parent = node
     if slot.kind == ROWS:
@@ -291,7 +291,6 @@ def simulate_fleet(
     codec: Codec,
     fleet: Fleet,
     *,
-    leave: int = 1,
     block: int = 512,
     progress: Callable[[int], None] | None = None,
 ) -> FleetOutcome:
@@ -313,7 +312,7 @@ def simulate_fleet(
             prompt = machine.prompt(prompts.token_bytes(request))
             if request.call != "store" and len(prompt):
                 before = _read_so_far(machine), remote.read_bytes, _trips(machine)
-                hit.append(machine.fetch(prompt, leave))
+                hit.append(machine.fetch(prompt))
                 asked.append(request.tokens)
                 after = _read_so_far(machine), remote.read_bytes, _trips(machine)
                 for counts, new, old in zip((read, remote_read, trips), after, before, strict=True):

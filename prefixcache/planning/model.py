@@ -63,7 +63,7 @@ class Shape(NamedTuple):
     optional: bool = False
 
     def at(self, n: int) -> mx.array | None:
-        """An array of that shape after n tokens, not evaluated."""
+        """Return an array of that shape after n tokens, not evaluated."""
         sides = tuple(side.at(n) if isinstance(side, Law) else side for side in self.sides)
         return None if self.optional and 0 in sides else mx.zeros(sides, element(self.dtype).mlx)
 
@@ -142,7 +142,7 @@ class ModelState:
         )
 
     def plan(self, codec: Codec) -> Plan:
-        """Which tensors the images have with this codec."""
+        """Return which tensors the images have with this codec."""
         return Plan(self.layout, codec)
 
     @cached_property
@@ -165,7 +165,7 @@ class ModelState:
         return any(_has_law(state) for state in self.states)
 
     def leaves(self, tokens: int) -> list[Leaf]:
-        """What `prefixcache.layers` reads of a live cache after so many tokens, the last of which was generated.
+        """Return what `prefixcache.layers` reads of a live cache after so many tokens, the last of which was generated.
 
         No leaf has rows; the state that a snapshot keeps is arrays that are not evaluated.
         """
@@ -179,7 +179,7 @@ class ModelState:
         return leaves
 
     def snapshot(self, tokens: int = PROMPT) -> State:
-        """What a snapshot after so many tokens keeps, as a store describes it; its arrays are not evaluated."""
+        """Return what a snapshot after so many tokens keeps, as a store describes it; its arrays are not evaluated."""
         return self._fixed_snapshot or self._raw_plan.describe_state(self.leaves(tokens))
 
     @cached_property
@@ -191,7 +191,7 @@ class ModelState:
 
 
 def held_rows(window: Window, tokens: int) -> tuple[tuple[int, int], ...]:
-    """The runs of tokens whose rows mlx-lm's cache of this window holds, when the last of `tokens` was generated.
+    """Return the runs of tokens whose rows mlx-lm's cache of this window holds, when the last of `tokens` was generated.
 
     A chunked cache of mlx-lm 0.31 may hold less.
     """
@@ -266,7 +266,9 @@ class _Traced(Exception):
 
 
 def _probes(model: Any, lengths: Sequence[int]) -> list[_Probe]:
-    """The prompt cache after prompts of these lengths. Nothing is evaluated: MLX refuses to while it traces a function."""
+    """Return the prompt cache after prompts of these lengths. Nothing is evaluated: MLX refuses to while it traces a
+    function.
+    """
     from mlx_lm.models.cache import make_prompt_cache
 
     probes: list[_Probe] = []
@@ -308,7 +310,7 @@ def _is_fixed(layout: Layout) -> bool:
 
 
 def _generalized(lengths: list[int], values: list[Any], where: str) -> Any:
-    """What several probes say, for any length: numbers that change with the prompt's length become laws."""
+    """Return what several probes say, for any length: numbers that change with the prompt's length become laws."""
     first = values[0]
     if all(type(value) is type(first) and value == first for value in values):
         return first
@@ -360,7 +362,7 @@ def _has_law(value: Any) -> bool:
 
 
 def _state_after(value: Any, tokens: int) -> Any:
-    """The state with its laws' numbers and arrays of its shapes."""
+    """Return the state with its laws' numbers and arrays of its shapes."""
     if isinstance(value, (Law, Shape)):
         return value.at(tokens)
     if isinstance(value, dict):

@@ -37,7 +37,7 @@ class ModelError(ValueError):
 
 
 def config_file(path: str | Path) -> Path:
-    """The config.json that a path means: itself, or the one in this folder."""
+    """Return the config.json that a path means: itself, or the one in this folder."""
     if not isinstance(path, (str, Path)):
         raise TypeError(f"path of type {type(path).__name__}: {_GIVE}")
     given = Path(path).expanduser()
@@ -51,7 +51,7 @@ def config_file(path: str | Path) -> Path:
 
 
 def model_name(file: Path) -> str:
-    """The folder's name, of a hub's snapshot the repository's; the file's own where that is no config.json."""
+    """Return the folder's name, of a hub's snapshot the repository's; the file's own where that is no config.json."""
     if file.name != "config.json":
         return file.stem
     folder = Path(os.path.abspath(file)).parent
@@ -73,7 +73,7 @@ def read_config(file: Path) -> Config:
 
 
 def _number(value: Config) -> Any:
-    """What transformers writes for numbers that JSON doesn't have."""
+    """Return what transformers writes for numbers that JSON doesn't have."""
     return float(str(value["__float__"])) if value.keys() == {"__float__"} else value
 
 
@@ -93,7 +93,7 @@ def model_type(config: Config) -> str:
 
 
 def activation_dtype(config: Config, chosen: str | None) -> str:
-    """The `chosen` dtype, else the config's."""
+    """Return the `chosen` dtype, else the config's."""
     keys = ("dtype", "torch_dtype")
     named = [level[key] for level in _levels(config) for key in keys if level.get(key) is not None]
     dtype = chosen if chosen is not None else named[0] if named else _DEFAULT_DTYPE
@@ -104,7 +104,7 @@ def activation_dtype(config: Config, chosen: str | None) -> str:
 
 
 def context_length(config: Config) -> int | None:
-    """The longest prompt a model is made for: its positions, or those that its RoPE is scaled up to."""
+    """Return the longest prompt a model is made for: its positions, or those that its RoPE is scaled up to."""
     lengths: list[Any] = []
     for level in _levels(config):
         lengths += [level.get("max_position_embeddings"), level.get("n_positions")]
@@ -118,7 +118,7 @@ def context_length(config: Config) -> int | None:
 
 
 def _levels(config: Config) -> list[Config]:
-    """The config, and that of its text model where it has one of its own."""
+    """Return the config, and that of its text model where it has one of its own."""
     text = config.get("text_config")
     return [config, text] if isinstance(text, dict) else [config]
 
@@ -175,7 +175,7 @@ def _classes(config: Config) -> tuple[Any, Any]:
 
 
 def refusal(config: Config, error: BaseException) -> ModelError:
-    """Why a model can't be made or called, with the fields that look wrong."""
+    """Return why a model can't be made or called, with the fields that look wrong."""
     family, arguments_class = config["model_type"], _classes(config)[1]
     message = str(error).split("\n")[0][:200]
     if message.startswith("[eval]"):

@@ -21,7 +21,7 @@ NOWHERE = -1  # the session of a prompt without ids; those are never negative
 
 
 def machines_of(requests: Iterable[Request], machines: int, routing: str) -> list[int]:
-    """The machine of each request, 0 to `machines` - 1, always the same. `requests` are read more than once.
+    """Return the machine of each request, 0 to `machines` - 1, always the same. `requests` are read more than once.
 
     "sticky": the one that a hash of the session chooses. "random": any, but a recording's store goes where the fetch of its
     prompt went. ValueError for another routing.
@@ -44,7 +44,7 @@ def machines_of(requests: Iterable[Request], machines: int, routing: str) -> lis
 
 
 def sessions(requests: Iterable[Request]) -> list[int]:
-    """The session of each request: the first of its blocks that is not common to sessions.
+    """Return the session of each request: the first of its blocks that is not common to sessions.
 
     A block is common when `COMMON` different ones come after it in the trace. So turns that go on from one another are of
     one session, and what shares a system prompt only is not. `requests` are read twice.
@@ -72,7 +72,7 @@ class _Successors:
                 self._next[parent] += block not in self.first
 
     def session(self, request: Request) -> int:
-        """The last block of a prompt, where all are common."""
+        """Return the last block of a prompt, where all are common."""
         block = NOWHERE
         for block in request.ids:
             if self._next[block] < COMMON:

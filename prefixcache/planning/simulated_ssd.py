@@ -136,8 +136,8 @@ class SimulatedSsd:
             for write in batch.cancelled:
                 self._written(write.entry, write.error)
             for address, removal in batch.removals.items():
-                found = self._images.pop(address, None)
-                self._ledger.dropped(found[0] if found is not None else None, removal.credit)
+                image = self._images.pop(address, None)
+                self._ledger.dropped(image[0] if image is not None else None, removal.credit)
             batch.removals.clear()
             for write in batch.writes:
                 nbytes = write.image.nbytes

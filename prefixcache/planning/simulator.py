@@ -122,11 +122,11 @@ class SizeMaker:
     def make(self, jobs: list[ImageJob]) -> list[Any]:
         if self._ssd is not None:
             self._ssd.settle()
-        made = []
+        images = []
         for job in jobs:
             size: Any = job.blueprint
-            made.append(SimulatedImage(size.nbytes, "", size.extra))
-        return made
+            images.append(SimulatedImage(size.nbytes, "", size.extra))
+        return images
 
     def put_back(self) -> None:
         """Nothing is decoded."""
@@ -204,19 +204,19 @@ class Simulation:
         self._idle = Idle(storage, lambda: self._now)
 
     def prompt(self, token_bytes: bytes) -> Prompt:
-        """One request's tokens (raw int64 bytes), for `fetch` and `store`."""
+        """Return a prompt of one request's tokens (raw int64 bytes), for `fetch` and `store`."""
         return Prompt(self.storage, lambda: [self.namespace], token_bytes)
 
     def fetch(self, prompt: Prompt, leave: int = 1) -> int:
-        """Promote and look up; how many tokens were hit."""
+        """Promote and look up, and return how many tokens were hit."""
         self.promote(prompt)
-        found = take_hit(self.storage, prompt, leave)
-        count_hit(self.storage, prompt, found.depth if found is not None else 0)
-        if found is None:
+        hit = take_hit(self.storage, prompt, leave)
+        count_hit(self.storage, prompt, hit.depth if hit is not None else 0)
+        if hit is None:
             return 0
-        self.used(found)
-        self.storage.unpin(found.pinned)
-        return found.depth
+        self.used(hit)
+        self.storage.unpin(hit.pinned)
+        return hit.depth
 
     def promote(self, prompt: Prompt) -> None:
         """From the SSD, where it has more than RAM."""
@@ -264,15 +264,13 @@ def simulate(
     codec: Codec,
     cell: Cell,
     *,
-    leave: int = 1,
     block: int = 512,
     progress: Callable[[int], None] | None = None,
 ) -> CellOutcome:
     """Serve these requests, one after the other, with a cache of this size, and return what came of it. An id stands for
     `block` tokens.
 
-    `leave` tokens of each prompt are computed in any case, as with `PrefixCache.fetch`. `progress` is told the requests done,
-    now and then. Raises ValueError where RAM has no size.
+    `progress` is told the requests done, now and then. Raises ValueError where RAM has no size.
     """
     run = Simulation(state, codec, cell)
     asked, given, read = array("q"), array("q"), array("q")
@@ -285,7 +283,7 @@ def simulate(
             first, last = request.time if first is None else first, request.time
             if request.call != "store" and len(prompt):
                 before = run.ssd.read_bytes if run.ssd is not None else 0
-                given.append(run.fetch(prompt, leave))
+                given.append(run.fetch(prompt))
                 asked.append(request.tokens)
                 read.append(run.ssd.read_bytes - before if run.ssd is not None else 0)
             if request.call != "fetch" and len(prompt):
@@ -333,7 +331,7 @@ class Prompts:
         self._grown: dict[int, list[tuple[int, int]]] = {}
 
     def token_bytes(self, request: Request) -> bytes:
-        """The request's tokens (raw int64 bytes)."""
+        """Return the request's tokens (raw int64 bytes)."""
         if request.call != "request" or request.grown:
             self._settle(request)
         grown = self._grown
@@ -380,8 +378,8 @@ def _joined(owners: Sequence[int], counts: Sequence[int], limit: int) -> bytes:
 
 
 def _markers(ids: Sequence[int]) -> bytes:
-    """A token for each id (raw int64 bytes): the upper bits of the mixed id, odd, so that none is the zero that others have
-    in its place. Ids below 2**53 never share one; of others, one pair in 2**62.
+    """Return a token for each id (raw int64 bytes): the upper bits of the mixed id, odd, so that none is the zero that others
+    have in its place. Ids below 2**53 never share one; of others, one pair in 2**62.
     """
     mixed = np.array(ids, np.uint64) * MIXER
     return (mixed >> np.uint64(1) | np.uint64(1)).astype("<i8").tobytes()

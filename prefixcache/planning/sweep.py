@@ -42,9 +42,20 @@ class Workload(NamedTuple):
     codec: Codec
     block: int | None = None
     limit: int | None = None
-    leave: int = 1
     requests: int = 0
     ids: int | None = None
+
+
+class Known(NamedTuple):
+    """What needs no run: outcomes that are there already, and the bytes of a RAM that never evicts, None where those are
+    not known.
+    """
+
+    outcomes: Mapping[Cell, CellOutcome] = {}
+    most: int | None = None
+
+
+NOTHING_KNOWN = Known()
 
 
 class CellFailed(RuntimeError):
@@ -59,25 +70,15 @@ AnyRun = Callable[[Workload, Any, CellProgress], Any]  # of cells or of fleets
 
 
 def simulated(workload: Workload, cell: Cell, progress: CellProgress) -> CellOutcome:
-    """One cell, in this process. ValueError of a trace that can't be read or a codec that is none."""
+    """Simulate one cell, in this process. ValueError of a trace that can't be read or a codec that is none."""
     block, requests = _requests(workload)
-    return simulate(
-        requests,
-        workload.state,
-        workload.codec,
-        cell,
-        leave=workload.leave,
-        block=block,
-        progress=progress,
-    )
+    return simulate(requests, workload.state, workload.codec, cell, block=block, progress=progress)
 
 
 def simulated_fleet(workload: Workload, fleet: Fleet, progress: CellProgress) -> FleetOutcome:
-    """One fleet, in this process. Errors as `simulated` has."""
+    """Simulate one fleet, in this process. Errors as `simulated` has."""
     block, requests = _requests(workload)
-    return simulate_fleet(
-        requests, workload.state, workload.codec, fleet, leave=workload.leave, block=block, progress=progress
-    )
+    return simulate_fleet(requests, workload.state, workload.codec, fleet, block=block, progress=progress)
 
 
 def _requests(workload: Workload) -> tuple[int, Iterable[Request]]:
@@ -108,14 +109,14 @@ def _version(path: Path) -> tuple[int, int] | None:
 
 
 def sufficient_ram(endless: CellOutcome) -> int:
-    """Bytes of a RAM that never evicts, by the run of an endless one: its peak and half as much, because what fills three
-    quarters of a RAM begins to be written ahead.
+    """Return bytes of a RAM that never evicts, by the run of an endless one: its peak and half as much, because what fills
+    three quarters of a RAM begins to be written ahead.
     """
     return endless.ram_peak * 3 // 2
 
 
 def equivalent_cell(cell: Cell, most: int | None) -> Cell:
-    """The cell to run for this one: cells whose outcomes can't differ have it in common.
+    """Return the cell to run for this one: cells whose outcomes can't differ have it in common.
 
     More RAM than `most`, which never evicts, changes nothing and writes nothing; without an SSD its admission changes
     nothing. (Only the peak of RAM differs, by what a policy or an admission remembers.) With None every cell is run.
@@ -131,14 +132,13 @@ def sweep(
     workload: Workload,
     cells: Sequence[Cell],
     *,
-    most: int | None = None,
-    known: Mapping[Cell, CellOutcome] | None = None,
+    known: Known = NOTHING_KNOWN,
     processes: int | None = None,
     progress: Progress | None = None,
     run: Run = simulated,
 ) -> list[CellOutcome]:
-    """The outcomes of `cells`, in their order. Cells that are equal, or can't differ where a RAM of `most` bytes never
-    evicts, run once; those in `known` don't run again.
+    """Return the outcomes of `cells`, in their order. Cells that are equal, or can't differ by what is `known`, run
+    once; those whose outcomes are known don't run again.
 
     `processes`: one a core unless told; with 1 all is done in this process. `progress(done, total)` is called several times
     a second, in requests (of all runs), or in runs where the workload doesn't say how many requests there are. `run` is for
@@ -148,18 +148,18 @@ def sweep(
     `simulated` says, CellFailed (with the cell's name) for everything else; either ends all processes, and so do Ctrl-C
     and the end of this process.
     """
-    outcomes = dict(known or {})
-    runs = [cell for cell in dict.fromkeys(equivalent_cell(cell, most) for cell in cells) if cell not in outcomes]
+    outcomes = dict(known.outcomes)
+    runs = [cell for cell in dict.fromkeys(equivalent_cell(cell, known.most) for cell in cells) if cell not in outcomes]
     runs.sort(key=lambda cell: (cell.ssd == 0, -cell.ssd, cell.ram))  # the longest first
     results = _run_all(workload, runs, processes, progress, run)
     outcomes.update(zip(runs, results, strict=True))
-    return [outcomes[equivalent_cell(cell, most)]._replace(cell=cell) for cell in cells]
+    return [outcomes[equivalent_cell(cell, known.most)]._replace(cell=cell) for cell in cells]
 
 
 def sweep_fleets(
     workload: Workload, fleets: Sequence[Fleet], *, processes: int | None = None, progress: Progress | None = None
 ) -> list[FleetOutcome]:
-    """The outcomes of `fleets`, in their order. Else as `sweep`."""
+    """Return the outcomes of `fleets`, in their order. Else as `sweep`."""
     return _run_all(workload, list(fleets), processes, progress, simulated_fleet)
 
 

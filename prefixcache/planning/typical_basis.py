@@ -34,8 +34,8 @@ class TypicalBasis(Basis):
 
 
 def typical(codec: Codec, plan: Plan) -> Codec:
-    """A `Transform` as it is for a model with a basis, whose layers a plan has; another codec as it is, and a `Transform`
-    where no layer could be transformed.
+    """Return a `Transform` as it is for a model with a basis, whose layers a plan has; another codec as it is, and a
+    `Transform` where no layer could be transformed.
     """
     if not isinstance(codec, Transform):
         return codec
@@ -44,7 +44,7 @@ def typical(codec: Codec, plan: Plan) -> Codec:
 
 
 def _plain_layers(plan: Plan) -> list[Layer]:
-    """Those that a calibration may take: plain caches of keys and values, no latents."""
+    """Return those that a calibration may take: plain caches of keys and values, no latents."""
     caches, layers = Counter(plan.layer_of), []
     for leaf, index in zip(plan.leaves, plan.layer_of, strict=True):
         if leaf["class"] != PLAIN_CACHE or caches[index] > 1 or not leaf["streams"]:

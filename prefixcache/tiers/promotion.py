@@ -271,6 +271,6 @@ class _Promotion:
                 storage.graph.place(slot, RAM, image=image, reservation=reservation)
                 storage.counters.promoted_bytes += slot.nbytes
                 first = slot.node.start if slot.kind == ROWS else 0
-                storage.counters.arrivals.came(slot, max(first, self._before))
+                storage.counters.arrivals.arrived(slot, max(first, self._before))
             storage.changed.notify_all()
             return slot.image is not None

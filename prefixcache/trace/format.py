@@ -60,7 +60,7 @@ class Line(NamedTuple):
 
 
 def block_keys(root: bytes, token_bytes: bytes, known: Sequence[bytes] = ()) -> list[bytes]:
-    """The chained key of each 256 tokens, and one of a tail. `known`: the first of them, where the caller has them."""
+    """Return the chained key of each 256 tokens, and one of a tail. `known`: the first of them, where the caller has them."""
     keys = list(known)
     for at in range(len(keys) * BLOCK * TOKEN_BYTES, len(token_bytes), BLOCK * TOKEN_BYTES):
         keys.append(chain(keys[-1] if keys else root, token_bytes[at : at + BLOCK * TOKEN_BYTES]))
@@ -68,7 +68,9 @@ def block_keys(root: bytes, token_bytes: bytes, known: Sequence[bytes] = ()) -> 
 
 
 def block_ids(secret: bytes, keys: Sequence[bytes]) -> list[int]:
-    """One id for each key: a keyed hash, 0 to 2**53 - 1. Without the secret nobody gets from an id to tokens or a key."""
+    """Return one id for each key: a keyed hash, 0 to 2**53 - 1. Without the secret nobody gets from an id to tokens
+    or a key.
+    """
     ids = []
     keyed = hashlib.blake2b(digest_size=8, key=secret)
     for key in keys:
@@ -82,7 +84,7 @@ def block_ids(secret: bytes, keys: Sequence[bytes]) -> list[int]:
 
 
 def encode(line: Line) -> bytes:
-    """The line of a call that was recorded."""
+    """Return the line of a call that was recorded."""
     fields = {
         "timestamp": line.time,
         "call": line.call,
@@ -100,7 +102,7 @@ HEAD_BYTES = 80  # as many as the beginning of a line ever takes
 
 
 def begins_recording(head: bytes) -> bool:
-    """Whether the first `HEAD_BYTES` of a file are a recording's, or all of the file what a crash left of one."""
+    """Return whether the first `HEAD_BYTES` of a file are a recording's, or all of the file what a crash left of one."""
     begun = re.match(re.escape(_TIME) + rb"\d{1,19}", head)
     if not begun:
         return _TIME.startswith(head)
@@ -112,7 +114,7 @@ def begins_recording(head: bytes) -> bool:
 
 
 def decode(text: bytes, encoding: str = "utf-8") -> Line:
-    """What a line says, checked. Raises LineError; NotJson when it is no JSON."""
+    """Return what a line says, checked. Raises LineError; NotJson when it is no JSON."""
     try:
         fields = json.loads(text.decode(encoding))
     except (ValueError, RecursionError):  # of the encoding, of JSON, of too many digits

@@ -171,7 +171,7 @@ class TraceSummary(NamedTuple):
 
 
 def summary(trace: Iterable[Request]) -> TraceSummary:
-    """One pass, in bounded memory."""
+    """Read the trace once, in bounded memory, and return what it amounts to."""
     requests = stores = tokens = output = ids = longest = 0
     seconds = 0.0
     distinct = _Distinct()
@@ -220,7 +220,7 @@ class _Distinct:
 
 
 def _mixed(ids: np.ndarray) -> np.ndarray:
-    """A bijection of uint64 that spreads neighbours (the finaliser of SplitMix64, public domain)."""
+    """Mix by a bijection of uint64 that spreads neighbours (the finaliser of SplitMix64, public domain)."""
     ids = (ids ^ (ids >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     ids = (ids ^ (ids >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return ids ^ (ids >> np.uint64(31))

@@ -180,7 +180,7 @@ class Recorder:
 
 
 def _opened(path: Path) -> int:
-    """The file's descriptor, locked; made when it is missing."""
+    """Return the file's descriptor, locked; made when it is missing."""
     fd = os.open(path, _FLAGS | os.O_APPEND, 0o600)
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -221,7 +221,7 @@ def _end_line(fd: int) -> None:
 
 
 def _secret(path: Path) -> bytes:
-    """The secret in `path`, made when there is none."""
+    """Return the secret in `path`, made when there is none."""
     if not os.path.lexists(path):
         fresh = path.with_name(path.name + ".new")
         fd = os.open(fresh, _FLAGS | os.O_TRUNC, 0o600)

@@ -33,7 +33,7 @@ class Tails:
         self._compared: OrderedDict[int, None] = OrderedDict()  # ids of blocks that were compared with these tails
 
     def seen(self, keys: list[bytes], ids: list[int], token_bytes: bytes) -> list[Grown]:
-        """The blocks of a prompt that go on from a tail; its own tail is remembered. `keys` begin with the root."""
+        """Return the blocks of a prompt that go on from a tail; its own tail is remembered. `keys` begin with the root."""
         grown: list[Grown] = []
         for index, block_id in enumerate(ids):
             parent = keys[index]
@@ -51,7 +51,7 @@ class Tails:
         return grown
 
     def _longest(self, parent: bytes, block: bytes) -> _Tail | None:
-        """The longest tail that a block begins with."""
+        """Return the longest tail that a block begins with."""
         lasts = self._lasts[parent]
         for tokens in sorted(lasts, reverse=True):
             size = tokens * TOKEN_BYTES

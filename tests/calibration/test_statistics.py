@@ -17,7 +17,7 @@ from prefixcache.calibration import checkpoint as checkpoint_module
 from prefixcache.calibration import statistics
 from prefixcache.calibration.gradients import Gradients
 from prefixcache.calibration.layers import eligible_layers
-from prefixcache.calibration.statistics import Statistics, collect
+from prefixcache.calibration.statistics import Collection, Statistics, collect
 from prefixcache.codecs.interchange import as_float32, copy_out
 from prefixcache.codecs.transform.layer import Layer
 from tests.models.families import BASE, FAMILIES, _build
@@ -68,7 +68,7 @@ def test_mean_and_covariance_are_those_of_the_rows(name):
     model, layers = tiny(name)
     groups = [layers[:1], layers[1:]] if len(layers) > 1 else [layers]
     windows = windows_of(700, 90, 300)
-    gathered = collect(model, groups, windows, HELD_BACK, fisher_windows=1, draws=1)
+    gathered = collect(model, groups, windows, HELD_BACK, Collection(fisher_windows=1, draws=1))
     assert gathered.tokens == sum(len(window) - SINKS for window in windows)
     for group, found in zip(groups, gathered.groups, strict=True):
         rows = np.concatenate([rows_at_once(model, group, window) for window in windows])
@@ -84,7 +84,7 @@ def test_a_sample_is_every_nth_row_of_the_windows_held_back(monkeypatch):
     monkeypatch.setattr(statistics, "SAMPLE_ROWS", 30)
     model, layers = tiny("llama")
     held_back = windows_of(60, 45, 80, 25)
-    gathered = collect(model, [layers], WINDOWS, held_back, fisher_windows=1, draws=1)
+    gathered = collect(model, [layers], WINDOWS, held_back, Collection(fisher_windows=1, draws=1))
     rows = np.concatenate([rows_at_once(model, layers, window) for window in held_back])
     stride = round(len(rows) / 30)
     assert gathered.groups[0].sample.dtype == np.float16
@@ -93,14 +93,15 @@ def test_a_sample_is_every_nth_row_of_the_windows_held_back(monkeypatch):
 
 def test_all_rows_are_the_sample_of_few():
     model, layers = tiny("llama")
-    gathered = collect(model, [layers], WINDOWS, windows_of(60, 45), fisher_windows=1, draws=1)
+    gathered = collect(model, [layers], WINDOWS, windows_of(60, 45), Collection(fisher_windows=1, draws=1))
     assert len(gathered.groups[0].sample) == 97
 
 
 def test_windows_held_back_are_in_nothing_but_the_sample():
     model, layers = tiny("llama")
     one, other = (
-        collect(model, [layers], WINDOWS, windows_of(60, 45, seed=seed), fisher_windows=4, draws=1) for seed in (1, 2)
+        collect(model, [layers], WINDOWS, windows_of(60, 45, seed=seed), Collection(fisher_windows=4, draws=1))
+        for seed in (1, 2)
     )
     assert not np.array_equal(one.groups[0].sample, other.groups[0].sample)
     assert same(one, replace(other, groups=(other.groups[0]._replace(sample=one.groups[0].sample),)))
@@ -129,7 +130,7 @@ def test_the_fisher_metric_is_that_of_finite_differences(name, at):
         model, _ = tiny(name)
     layer = eligible_layers(model)[0][at]
     window, prefix, head, step = windows_of(18)[0], 9, 1, 2e-2
-    gathered = collect(model, [[layer]], [window], HELD_BACK, draws=1)
+    gathered = collect(model, [[layer]], [window], HELD_BACK, Collection(draws=1))
 
     def filled() -> list[Any]:
         prompt_cache = make_prompt_cache(model)
@@ -161,7 +162,7 @@ def test_the_fisher_metric_is_that_of_finite_differences(name, at):
 def test_the_fisher_metric_is_the_mean_over_windows_and_draws():
     model, layers = tiny("llama")
     windows = windows_of(40, 30, 60)
-    gathered = collect(model, [layers[1:2]], windows, HELD_BACK, fisher_windows=2, draws=3)
+    gathered = collect(model, [layers[1:2]], windows, HELD_BACK, Collection(fisher_windows=2, draws=3))
     expected, count = np.zeros((2, 32, 32)), 0
     for number, window in enumerate((windows[0], windows[2])):
         gradients = Gradients(model, layers[1:2], window, len(window) // 2)
@@ -193,7 +194,7 @@ def calm(dtype: mx.Dtype, likelihood: float = 1.0) -> nn.Module:
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
 def test_half_precision_gives_nearly_the_metric_of_float32(dtype, likelihood):
     found, expected = (
-        collect(model, [eligible_layers(model)[0]], windows_of(120, 120), HELD_BACK, draws=2)
+        collect(model, [eligible_layers(model)[0]], windows_of(120, 120), HELD_BACK, Collection(draws=2))
         for model in (calm(dtype, likelihood), calm(mx.float32, likelihood))
     )
     assert relative(found, expected) < (0.03 if dtype == mx.float16 else 0.2)
@@ -207,7 +208,9 @@ def test_quantised_weights_give_the_metric_of_what_they_stand_for():
         if isinstance(mine, (nn.Linear, nn.Embedding)):
             mine.weight = mx.dequantize(theirs.weight, theirs.scales, theirs.biases, group_size=32, bits=4)
     layers = eligible_layers(plain)[0]
-    found, expected = (collect(model, [layers], windows_of(120), HELD_BACK, draws=2) for model in (quantised, plain))
+    found, expected = (
+        collect(model, [layers], windows_of(120), HELD_BACK, Collection(draws=2)) for model in (quantised, plain)
+    )
     assert relative(found, expected) < 1e-2
 
 
@@ -248,7 +251,7 @@ def test_quantised_weights_give_the_metric_of_what_they_stand_for():
 )
 def test_families_are_differentiated(name):
     model, layers = tiny(name)
-    gathered = collect(model, [layers], windows_of(150), HELD_BACK, draws=1)
+    gathered = collect(model, [layers], windows_of(150), HELD_BACK, Collection(draws=1))
     assert gathered.metric == "fisher"
     assert np.isfinite(gathered.groups[0].covariance).all()
     for layer in layers:
@@ -287,14 +290,10 @@ def test_without_a_gradient_errors_are_weighed_by_the_spread_of_keys_and_values(
 
 def asked(path: Any = None, progress: Any = lambda *_: None, **changes: Any) -> Statistics:
     model, layers = tiny("qwen3_5-bf16" if changes.pop("hybrid", False) else "llama")
-    arguments: dict[str, Any] = {
-        "windows": WINDOWS,
-        "held_back": HELD_BACK,
-        "fisher_windows": 3,
-        "draws": 2,
-        "checkpoint": path,
-    } | changes
-    return collect(model, [layers[:3], layers[3:]] if len(layers) > 1 else [layers], progress=progress, **arguments)
+    windows = (changes.pop("windows", WINDOWS), changes.pop("held_back", HELD_BACK))
+    collection = replace(Collection(fisher_windows=3, draws=2, checkpoint=path), **changes)
+    groups = [layers[:3], layers[3:]] if len(layers) > 1 else [layers]
+    return collect(model, groups, *windows, collection, progress)
 
 
 @pytest.mark.parametrize("hybrid", [False, True])

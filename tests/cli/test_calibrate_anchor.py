@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from prefixcache.calibration import design, texts
-from prefixcache.calibration.statistics import SINKS, Statistics, collect
+from prefixcache.calibration.statistics import SINKS, Collection, Statistics, collect
 from prefixcache.cli.calibrate import anchor
 from prefixcache.cli.calibrate.anchor import Texts, anchored, line_through, texts_of
 from prefixcache.cli.calibrate.making import _groups, _windows
@@ -46,7 +46,7 @@ def tiny(small: Path) -> tuple[Subject, Statistics, Texts]:
     subject = load(job.model)
     read, held_back = _windows(job, subject)
     groups, _ = _groups(job, subject.model)
-    statistics = collect(subject.model, groups, read, held_back, fisher_windows=1, draws=job.draws)
+    statistics = collect(subject.model, groups, read, held_back, Collection(fisher_windows=1, draws=job.draws))
     return subject, statistics, texts_of(held_back, read[0])
 
 

@@ -29,7 +29,6 @@ TINY = Path(__file__).parents[1] / "fixtures" / "tiny-llama"
 TEXT = texts.CORPUS / "english_dialogue.txt"
 SIZE = ("--windows", 4, "--tokens", 96, "--draws", 3)
 SMALL = ("--text", TEXT, *SIZE)
-JOB = Calibration(str(TINY), texts=(TEXT,), windows=4, tokens=96, draws=3)
 
 
 @pytest.fixture(autouse=True)
@@ -40,15 +39,25 @@ def forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The basis of the small request."""
-    return make(JOB, tmp_path_factory.mktemp("bases")).path
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of random half-precision weights with few channels, whose bases are made in no time."""
+    folder = save_model(tmp_path_factory.mktemp("models") / "small")
+    weights = folder / "model.safetensors"
+    half = {name: weight.astype(mx.float16) for name, weight in mx.load(str(weights)).items()}
+    mx.eval(half)
+    mx.save_safetensors(str(weights), half, metadata={"format": "mlx"})
+    return folder
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of random weights with fewer channels, whose bases are made in no time."""
-    return save_model(tmp_path_factory.mktemp("models") / "small")
+def job(small: Path) -> Calibration:
+    return Calibration(str(small), texts=[TEXT], windows=4, tokens=96, draws=3)
+
+
+@pytest.fixture(scope="module")
+def calibrated(job: Calibration, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The basis of that request."""
+    return make(job, tmp_path_factory.mktemp("bases")).path
 
 
 def files(folder: Path) -> list[str]:
@@ -74,57 +83,51 @@ def interrupt_after(monkeypatch: pytest.MonkeyPatch, name: str, calls: int) -> l
 # -- what comes of it ---------------------------------------------------------------------------------------------------
 
 
-def test_the_basis_of_a_model_is_found_by_its_identity_and_the_folder_holds_nothing_else(call, tmp_path, made):
-    done = call("calibrate", TINY, *SMALL, "--basis-dir", tmp_path)
+def test_the_basis_of_a_model_is_found_by_its_identity_and_the_folder_holds_nothing_else(
+    call, tmp_path, calibrated, small, monkeypatch
+):
+    folder = tmp_path / "not" / "there" / "yet"
+    monkeypatch.setenv("PREFIXCACHE_BASIS_DIR", str(folder))
+    done = call("calibrate", small, *SMALL, "--json")
     assert done.exit_code == 0, done.output
-    assert files(tmp_path) == [made.name]
-    assert (tmp_path / made.name).read_bytes() == made.read_bytes()
-    identity = model_identity(TINY)
-    codec = Transform().for_model(identity, bases.Bases(tmp_path))
-    assert codec.spec()["basis"] == made.stem[-32:]
-    assert [layer.index for group in codec.basis.groups for layer in group.layers] == list(range(6))
+    assert files(folder) == [calibrated.name]
+    assert (folder / calibrated.name).read_bytes() == calibrated.read_bytes()
+    identity = model_identity(small)
+    codec = Transform().for_model(identity, bases.Bases(folder))
+    assert codec.spec()["basis"] == calibrated.stem[-32:]
+    assert [layer.index for group in codec.basis.groups for layer in group.layers] == list(range(4))
     assert {layer.dtype for group in codec.basis.groups for layer in group.layers} == {"float16"}
     assert codec.basis.model == identity
-
-
-def test_the_screen_says_what_is_transformed_and_what_to_write_next(call, tmp_path, made):
-    shutil.copy(made, tmp_path)
-    done = call("calibrate", TINY, *SMALL, "--basis-dir", tmp_path)
-    assert f"{tmp_path / made.name} (was there)" in done.stdout
-    assert "transformed: 6 of 6 layers, in 1 group" in done.stdout
-    assert "3.07 kB in fp16" in done.stdout
-    assert "times smaller" in done.stdout
-    assert f"prefixcache serve --model {TINY} --codec transform --basis-dir {tmp_path}" in done.stdout
-
-
-def test_json_has_all_of_it(call, tmp_path, small):
-    done = call("calibrate", small, *SMALL, "--basis-dir", tmp_path, "--json")
-    said = json.loads(done.stdout)
-    found = basis.read(Path(said["file"]))
-    assert (said["hash"], said["model"], said["metric"]) == (found.hash, found.model, "fisher")
+    said, read = json.loads(done.stdout), basis.read(folder / calibrated.name)
+    assert said["file"] == str(folder / calibrated.name)
+    assert (said["hash"], said["model"], said["metric"]) == (read.hash, read.model, "fisher")
     assert (said["groups"], said["left_out"], said["was_there"]) == ([[0, 1, 2, 3]], {}, False)
-    assert said["token_bytes"]["fp16"] == found.fp16_bytes == 2 * sum(group.channels for group in found.groups)
-    assert said["token_bytes"]["coded"] == found.coded_bytes(4) > 0
-    assert said["token_bytes"]["ratio"] == found.fp16_bytes / found.coded_bytes(4)
-    assert said["ram_bytes"] == found.nbytes
+    assert said["token_bytes"]["fp16"] == read.fp16_bytes == 2 * sum(group.channels for group in read.groups)
+    assert said["token_bytes"]["coded"] == read.coded_bytes(4) > 0
+    assert said["token_bytes"]["ratio"] == read.fp16_bytes / read.coded_bytes(4)
+    assert said["ram_bytes"] == read.nbytes
 
 
-def test_the_variable_names_the_folder(call, tmp_path, small, monkeypatch):
-    monkeypatch.setenv("PREFIXCACHE_BASIS_DIR", str(tmp_path / "not" / "there" / "yet"))
-    assert call("calibrate", small, *SMALL).exit_code == 0
-    assert len(files(tmp_path / "not" / "there" / "yet")) == 1
+def test_the_screen_says_what_is_transformed_and_what_to_write_next(call, tmp_path, calibrated, small):
+    shutil.copy(calibrated, tmp_path)
+    done = call("calibrate", small, *SMALL, "--basis-dir", tmp_path)
+    assert f"{tmp_path / calibrated.name} (was there)" in done.stdout
+    assert "transformed: 4 of 4 layers, in 1 group" in done.stdout
+    assert "1.02 kB in fp16" in done.stdout
+    assert "times smaller" in done.stdout
+    assert f"prefixcache serve --model {small} --codec transform --basis-dir {tmp_path}" in done.stdout
 
 
-def test_a_basis_of_the_same_request_is_found_again_and_nothing_is_read(call, tmp_path, made, monkeypatch):
-    shutil.copy(made, tmp_path)
+def test_a_basis_of_the_same_request_is_found_again_and_nothing_is_read(call, tmp_path, calibrated, small, monkeypatch):
+    shutil.copy(calibrated, tmp_path)
     monkeypatch.setattr(statistics, "prefilled", None)
-    done = call("calibrate", TINY, *SMALL, "--basis-dir", tmp_path, "--json")
-    assert (done.exit_code, files(tmp_path)) == (0, [made.name])
+    done = call("calibrate", small, *SMALL, "--basis-dir", tmp_path, "--json")
+    assert (done.exit_code, files(tmp_path)) == (0, [calibrated.name])
     assert json.loads(done.stdout)["was_there"]
 
 
-def test_another_request_gives_another_basis_and_the_one_that_was_asked_for_last_is_taken(tmp_path, small):
-    job, identity = replace(JOB, model=str(small)), model_identity(small)
+def test_another_request_gives_another_basis_and_the_one_that_was_asked_for_last_is_taken(tmp_path, job):
+    identity = model_identity(job.model)
     first = make(job, tmp_path)
     other = make(replace(job, draws=2), tmp_path)
     assert first.path != other.path
@@ -135,9 +138,9 @@ def test_another_request_gives_another_basis_and_the_one_that_was_asked_for_last
     assert len(files(tmp_path)) == 2
 
 
-def test_a_cast_models_basis_is_for_the_model_as_it_is_served(tmp_path, made):
-    cast = make(replace(JOB, float32=True), tmp_path).basis
-    served = basis.read(made)
+def test_a_cast_models_basis_is_for_the_model_as_it_is_served(tmp_path, calibrated, job):
+    cast = make(replace(job, float32=True), tmp_path).basis
+    served = basis.read(calibrated)
     assert cast.hash != served.hash
     assert {layer.dtype for group in cast.groups for layer in group.layers} == {"float32"}  # as they were read
     dtype = served.groups[0].layers[0].dtype
@@ -147,7 +150,7 @@ def test_a_cast_models_basis_is_for_the_model_as_it_is_served(tmp_path, made):
     assert np.abs(mine.mean - theirs.mean).max() < 0.05 * np.abs(theirs.mean).max()
 
 
-def test_an_adapters_basis_is_its_own(call, tmp_path):
+def test_an_adapters_basis_is_its_own(call, tmp_path, small):
     adapter = tmp_path / "adapter"
     adapter.mkdir()
     shape = {"rank": 2, "scale": 10.0, "dropout": 0.0, "keys": ["self_attn.k_proj"]}
@@ -155,17 +158,17 @@ def test_an_adapters_basis_is_its_own(call, tmp_path):
         json.dumps({"fine_tune_type": "lora", "num_layers": 2, "lora_parameters": shape})
     )
     mx.random.seed(0)
-    model = load(str(TINY)).model
+    model = load(str(small)).model
     linear_to_lora_layers(model, 2, shape)
     weights = {name: mx.random.normal(w.shape) for name, w in tree_flatten(model.parameters()) if "lora" in name}
     assert weights
     mx.save_safetensors(str(adapter / "adapters.safetensors"), weights)
-    done = call("calibrate", TINY, *SMALL, "--basis-dir", tmp_path / "bases", "--adapter-path", adapter)
+    done = call("calibrate", small, *SMALL, "--basis-dir", tmp_path / "bases", "--adapter-path", adapter)
     assert done.exit_code == 0, done.output
     assert f"--adapter-path {adapter} --codec transform" in done.stdout
     found = bases.Bases(tmp_path / "bases")
-    assert found.of_model(model_identity(TINY)) is None
-    assert found.of_model(model_identity(TINY, adapter)) is not None
+    assert found.of_model(model_identity(small)) is None
+    assert found.of_model(model_identity(small, adapter)) is not None
 
 
 def test_layers_that_are_left_out_are_told_with_the_reason(call, tmp_path):
@@ -184,13 +187,13 @@ def test_without_a_text_it_reads_a_mix_of_many_kinds(call, tmp_path, small):
 # -- what is there ------------------------------------------------------------------------------------------------------
 
 
-def test_the_list_has_each_basis_with_its_numbers(call, tmp_path, made, small):
-    shutil.copy(made, tmp_path)
-    other = make(replace(JOB, model=str(small)), tmp_path).path
+def test_the_list_has_each_basis_with_its_numbers(call, tmp_path, calibrated, job):
+    shutil.copy(calibrated, tmp_path)
+    other = make(replace(job, draws=2), tmp_path).path
     (tmp_path / ".calibrating-0.npz").write_bytes(b"")
     done = call("calibrate", "--list", "--basis-dir", tmp_path)
     assert done.exit_code == 0, done.output
-    for path in (made, other):
+    for path in (calibrated, other):
         found = basis.read(path)
         shown = " ".join(next(line for line in done.stdout.splitlines() if found.hash[:8] in line).split())
         ratio = found.fp16_bytes / found.coded_bytes(4)
@@ -199,19 +202,19 @@ def test_the_list_has_each_basis_with_its_numbers(call, tmp_path, made, small):
             f"{name} {found.hash[:8]} {found.layers} in 1 {ram} {ratio:.1f} x - - fisher "
         )  # too short for KL
     listed = json.loads(call("calibrate", "--list", "--basis-dir", tmp_path, "--json").stdout)
-    assert {found["basis"]["hash"] for found in listed["bases"]} == {made.stem[-32:], other.stem[-32:]}
+    assert {found["basis"]["hash"] for found in listed["bases"]} == {calibrated.stem[-32:], other.stem[-32:]}
     assert [found["error"] for found in listed["bases"]] == [None, None]
     assert all(found["written"] <= listed["now"] for found in listed["bases"])
 
 
-def test_the_list_names_damaged_files_with_the_reason(call, tmp_path, made):
-    (tmp_path / made.name).write_bytes(made.read_bytes()[:-9])
+def test_the_list_names_damaged_files_with_the_reason(call, tmp_path, calibrated):
+    (tmp_path / calibrated.name).write_bytes(calibrated.read_bytes()[:-9])
     renamed = tmp_path / f"other-{'0' * 32}.safetensors"
-    shutil.copy(made, renamed)
+    shutil.copy(calibrated, renamed)
     done = call("calibrate", "--list", "--basis-dir", tmp_path)
     assert done.exit_code == 1
     said = " ".join(done.stdout.split())
-    assert f"{made.name}: not a basis:" in said
+    assert f"{calibrated.name}: not a basis:" in said
     assert f"{renamed.name}: its content is not what its name says; delete it and calibrate again" in said
 
 
@@ -258,9 +261,9 @@ def test_an_interrupted_calibration_goes_on_where_it_was_and_gives_the_same_file
     assert (tmp_path / "cut" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
 
 
-def test_interrupted_before_anything_was_kept_it_says_so(call, tmp_path, monkeypatch):
+def test_interrupted_before_anything_was_kept_it_says_so(call, tmp_path, small, monkeypatch):
     interrupt_after(monkeypatch, "read", 0)
-    ended = call("calibrate", TINY, *SMALL, "--basis-dir", tmp_path)
+    ended = call("calibrate", small, *SMALL, "--basis-dir", tmp_path)
     assert ended.exit_code == 130
     assert "begins anew" in ended.stderr
     assert files(tmp_path) == []

@@ -29,26 +29,23 @@ from tests.remote.fleet import sent
 LONG = list(range(1000))
 Samples = dict[tuple[str, str], float]  # by name and the value of the label, "" for none
 
+
+def alike(names: str) -> dict[str, str]:
+    """Metrics that are called as their fields."""
+    return {name: name for name in names.split()}
+
+
 # Metrics and the fields that they are. What a label tells apart adds up to what the fields say.
 EVENTS = {
-    "fetches": "fetches",
-    "promoted_tokens": "promoted_tokens",
-    "promoted_bytes": "promoted_bytes",
-    "stores": "stores",
-    "stored_bytes": "stored_bytes",
-    "recoded_tokens": "recoded_tokens",
+    **alike("fetches promoted_tokens promoted_bytes stores stored_bytes recoded_tokens dropped_bytes write_errors"),
+    **alike("failed_hits idle_bytes remote_promoted_images"),
     "dropped_images": "dropped",
-    "dropped_bytes": "dropped_bytes",
     "forgotten_images": "forgotten",
     "corrupt_images": "corrupt",
-    "write_errors": "write_errors",
     "denied_reservations": "denied",
     "not_finite_stores": "not_finite",
     "declined_images": "declined",
-    "idle_bytes": "idle_bytes",
-    "remote_promoted_images": "remote_promoted_images",
     "other_form_fetches": "of_other_form",
-    "failed_hits": "failed_hits",
 }
 LABELLED = {
     ("fetch_tokens", "hit"): "hit_tokens",
@@ -62,18 +59,14 @@ LABELLED = {
     ("evicted_images", "ssd"): "ssd_evicted",
 }
 STATE = {
+    **alike("namespaces blocks"),
     "ram_limit_bytes": "ram_limit",
     "ram_configured_bytes": "ram_configured",
     "ram_peak_bytes": "ram_peak",
-    "namespaces": "namespaces",
-    "blocks": "blocks",
     "pinned_images": "pinned",
 }
 SSD_EVENTS = {
-    "written_files": "written_files",
-    "written_bytes": "written_bytes",
-    "read_files": "read_files",
-    "read_bytes": "read_bytes",
+    **alike("written_files written_bytes read_files read_bytes"),
     "refused_writes": "dropped",
     "failed_batches": "errors",
     "unreadable_files": "unreadable",
@@ -82,28 +75,14 @@ SSD_EVENTS = {
 SECONDS = {"store": "store", "fetch|hit": "fetch_hit", "fetch|miss": "fetch_miss", "promote": "promote"}
 SSD_SECONDS = {"ssd_spill": "spill_seconds", "ssd_read": "read_seconds"}
 SSD_STATE = {
-    "used_bytes": "used",
-    "limit_bytes": "limit",
-    "disk_bytes": "disk",
-    "reserve_bytes": "reserve",
-    "quarantine_bytes": "quarantine_bytes",
-    "queued_files": "queued_files",
-    "queued_bytes": "queued_bytes",
-    "files": "files",
+    **alike("quarantine_bytes queued_files queued_bytes files"),
+    **{f"{name}_bytes": name for name in ("used", "limit", "disk", "reserve")},
 }
 
 REMOTE_EVENTS = {
-    "asks": "asks",
-    "read_images": "read_images",
-    "read_bytes": "read_bytes",
-    "written_images": "written_images",
-    "written_bytes": "written_bytes",
-    "known_images": "known",
-    "dropped_images": "dropped",
-    "refused_images": "refused",
-    "timeouts": "timeouts",
+    **alike("asks read_images read_bytes written_images written_bytes timeouts errors"),
+    **{f"{name}_images": name for name in ("known", "dropped", "refused")},
     "skipped_prompts": "skipped",
-    "errors": "errors",
 }
 REMOTE_STATE = {"up": "reading", "writable": "writing", "queued_images": "queued"}
 REMOTE_SECONDS = {"remote_ask": "ask_seconds", "remote_read": "read_seconds", "remote_write": "write_seconds"}

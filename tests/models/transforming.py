@@ -16,7 +16,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from prefixcache.calibration.design import design
 from prefixcache.calibration.layers import eligible_layers
-from prefixcache.calibration.statistics import collect
+from prefixcache.calibration.statistics import Collection, collect
 from prefixcache.codecs.transform.bases import Bases
 from prefixcache.codecs.transform.layer import grouped
 from tests.models import states
@@ -58,7 +58,7 @@ def tiny(family: str, channels: int = 256, left_over: int = 0) -> Tiny:
     layers, _ = eligible_layers(model)
     groups, _ = grouped(layers[: len(layers) - left_over], channels)
     windows = [prompt(200, seed) for seed in (1, 2)]
-    statistics = collect(model, groups, windows, [prompt(200, 3)], fisher_windows=1, draws=2)
+    statistics = collect(model, groups, windows, [prompt(200, 3)], Collection(fisher_windows=1, draws=2))
     identity = f"{family}@{channels}-{left_over}-{family}"
     basis = design(statistics, identity, "random tokens", SINKS)
     return Tiny(model, identity, basis, [[layer.index for layer in group] for group in groups])

@@ -244,8 +244,13 @@ def blocks_hit(name: str, room: int) -> float:
     probe.store(probe.prompt(tokens_of(Request(0.0, 64 * 256, 0, tuple(range(64))), 256)))
     ram = (room * 64 + 32) * probe.storage.budget.held().total // 64 // 64
     whole = (request._replace(tokens=256 * len(request.ids)) for request in Trace(TRACES / f"{name}.jsonl.gz"))
-    outcome = simulate(whole, state, codec, Cell(ram), leave=0, block=256)
-    return float((outcome.hit // 256).sum() / (outcome.asked // 256).sum())
+    run, hits, asked = Simulation(state, codec, Cell(ram)), 0, 0
+    for request in whole:
+        prompt = run.prompt(tokens_of(request, 256))
+        hits += run.fetch(prompt, leave=0) // 256
+        asked += len(request.ids)
+        run.store(prompt)
+    return hits / asked
 
 
 def test_lru_hits_what_is_known_of_the_chat_trace():

@@ -16,7 +16,7 @@ import pytest
 from prefixcache.codecs.choice import as_codec
 from prefixcache.planning.model import ModelState
 from prefixcache.planning.outcome import Cell, CellOutcome
-from prefixcache.planning.sweep import ENDLESS, CellFailed, Workload, equivalent_cell, sufficient_ram, sweep
+from prefixcache.planning.sweep import ENDLESS, CellFailed, Known, Workload, equivalent_cell, sufficient_ram, sweep
 from prefixcache.trace.reading import Trace, TraceError
 from tests.planning.stand_ins import WORKLOAD, at_once, killed, outcome, refusing, wrong
 from tests.waiting import until
@@ -76,7 +76,7 @@ def test_cells_that_can_not_differ_run_once_and_keep_their_names():
         return outcome(cell)
 
     cells = [Cell(10), Cell(20, 5, "adaptive"), Cell(3, 10), Cell(3, 0, "lru", "second"), Cell(3)]
-    found = sweep(WORKLOAD, cells, most=10, processes=1, run=run)
+    found = sweep(WORKLOAD, cells, known=Known(most=10), processes=1, run=run)
     assert sorted(ran) == [Cell(3), Cell(3, 10), Cell(ENDLESS)]
     assert [o.cell for o in found] == cells
     assert [o.ram_tokens for o in found] == [ENDLESS, ENDLESS, 3, 3, 3]
@@ -84,7 +84,7 @@ def test_cells_that_can_not_differ_run_once_and_keep_their_names():
 
 def test_what_is_known_does_not_run_again():
     known = {Cell(ENDLESS): outcome(Cell(ENDLESS), evicted=7)}
-    found = sweep(WORKLOAD, [Cell(50)], most=10, known=known, run=refusing)
+    found = sweep(WORKLOAD, [Cell(50)], known=Known(known, 10), run=refusing)
     assert [(o.cell.ram, o.evicted) for o in found] == [(50, 7)]
     assert sweep(WORKLOAD, [], run=refusing) == []
 

@@ -117,7 +117,7 @@ def test_the_kernels_are_built_from_a_source_distribution(source: Path, tmp_path
 @pytest.mark.parametrize(
     "command",
     [
-        ("tools/bench/sharing.py", "--help"),
+        ("-m", "tools.bench", "--help"),
         ("-m", "prefixcache", "--version"),
         ("-m", "pytest", "--collect-only", "-qq", "-p", "no:cacheprovider", "tests/test_settings.py"),
         (

@@ -11,12 +11,13 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tools.bench import chart, claims, page, peer_codecs, peers, remote_serving, report, server, server_load
-from tools.bench.__main__ import BENCHES
+from tools.bench.__main__ import GROUPS
 from tools.bench.peer import contestants, tasks, venv
 from tools.bench.peer.contestants import MLX_LM, MLX_VLM, OURS, VLLM_MLX, Answer, Task
 from tools.bench.serving import Span
 
 ROOT = report.ROOT
+BENCHES = report.load(GROUPS)
 NAMES = [name for group in BENCHES.values() for name in group]
 BENCHMARKS = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
 EMBEDDING = (ROOT / "docs" / "embedding.md").read_text(encoding="utf-8")
@@ -145,11 +146,13 @@ def test_every_figure_has_a_name_of_its_own():
     assert list(report.chosen(BENCHES, ["lookup", "bits"])) == ["bits", "match", "siblings"]
     with pytest.raises(SystemExit, match="no such figure"):
         report.chosen(BENCHES, ["nothing"])
+    assert list(report.load(GROUPS, ["lookup", "disk"])) == ["lookup", "disk"]
+    assert report.load(GROUPS, ["lookup", "bits"]) == BENCHES
 
 
 def test_the_command_prints_a_table_and_writes_the_numbers(tmp_path):
     out = tmp_path / "figures.json"
-    command = [sys.executable, "tools/bench/sharing.py", "--scale", "tiny", "--only", "hybrid"]
+    command = [sys.executable, "-m", "tools.bench", "--scale", "tiny", "--only", "hybrid"]
     done = subprocess.run(
         [*command, "--json", str(out), "--dir", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=True
     )

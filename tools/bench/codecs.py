@@ -7,13 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import statistics
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import NamedTuple
-
-if not __package__:
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import mlx.core as mx
 import numpy as np
@@ -199,6 +194,3 @@ def threads(number: int) -> Iterator[None]:
 
 
 FIGURES = {"decode-cpu": decode_cpu, "encode-cpu": encode_cpu}
-
-if __name__ == "__main__":
-    sys.exit(report.main({"codecs": FIGURES}))

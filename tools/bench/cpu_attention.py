@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import statistics
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
-
-if not __package__:
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import mlx.core as mx
 import numpy as np
@@ -109,6 +104,3 @@ def _median(work: Callable[[], object], calls: int) -> float:
 
 
 FIGURES = {"attention-cpu": attention_cpu}
-
-if __name__ == "__main__":
-    sys.exit(report.main({"cpu-attention": FIGURES}))

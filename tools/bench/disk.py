@@ -8,14 +8,10 @@ from __future__ import annotations
 
 import os
 import statistics
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
-
-if not __package__:
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
 
@@ -224,6 +220,3 @@ def _rate(nbytes: int, times: list[float]) -> str:
 
 
 FIGURES = {"spill": spill, "promote": promote, "verify": verify}
-
-if __name__ == "__main__":
-    sys.exit(report.main({"disk": FIGURES}))

@@ -11,13 +11,9 @@ from __future__ import annotations
 import json
 import shutil
 import statistics
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
-
-if not __package__:
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import mlx.core as mx
 
@@ -120,6 +116,3 @@ def _said(replies: list[Reply]) -> str:
 
 
 FIGURES = {"server-beside-stock": beside_stock}
-
-if __name__ == "__main__":
-    sys.exit(report.main({"server": FIGURES}))

@@ -4,12 +4,7 @@ one machine, and beside one that has all their RAM and SSD; and what they send f
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
-
-if not __package__:
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from prefixcache.cli.plan.shapes import SHAPES
 from prefixcache.codecs import TurboQuant
@@ -71,6 +66,3 @@ def fleet(scale: str) -> Iterator[Figure]:
 _ROUTED = {"sticky": "their session's machine", "random": "any machine"}
 
 FIGURES = {"remote-fleet": fleet}
-
-if __name__ == "__main__":
-    sys.exit(report.main({"remote": FIGURES}))

@@ -8,18 +8,13 @@ every channel has a mean and a weight, are measured beside them, with those on t
 from __future__ import annotations
 
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import KVCache
-
-if not __package__:
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from prefixcache import PrefixCache, TurboQuant
 from prefixcache.codecs.levels import Levels
@@ -194,6 +189,3 @@ def _host_copy(nbytes: int) -> tuple[Callable[[], float], str]:
 
 
 FIGURES = {"kernels": kernels, "fetch": fetch}
-
-if __name__ == "__main__":
-    sys.exit(report.main({"gpu": FIGURES}))

@@ -9,17 +9,12 @@ of them. MLX's time is the better one of whole buffers and of slices of longer o
 from __future__ import annotations
 
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
-
-if not __package__:
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from prefixcache.codecs.interchange import copy_out
 from prefixcache.codecs.turboquant import gpu_attention as turboquant_gpu_attention
@@ -254,6 +249,3 @@ def step(scale: str) -> Iterator[Figure]:
 
 
 FIGURES = {"attention-gpu": attention, "attention-gpu-correct": correct, "step-gpu": step}
-
-if __name__ == "__main__":
-    sys.exit(report.main({"gpu_attention": FIGURES}))

@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import statistics
-import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
-
-if not __package__:
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import mlx.core as mx
 from mlx.utils import tree_map
@@ -170,6 +165,3 @@ def correct(scale: str) -> Iterator[Figure]:
 
 
 FIGURES = {"live-decoding": decoding, "live-correct": correct}
-
-if __name__ == "__main__":
-    sys.exit(report.main({"gpu_live": FIGURES}))

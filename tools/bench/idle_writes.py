@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-
-if not __package__:
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from prefixcache import TurboQuant
 from prefixcache.cli.plan.shapes import SHAPES
@@ -15,7 +11,6 @@ from prefixcache.planning.model import ModelState
 from prefixcache.planning.outcome import Cell
 from prefixcache.planning.simulator import simulate
 from prefixcache.trace.reading import Trace
-from tools.bench import report
 from tools.bench.report import Figure
 
 TRACES = Path(__file__).resolve().parents[2] / "tests" / "fixtures" / "traces"
@@ -52,6 +47,3 @@ def idle_writes(scale: str) -> Iterator[Figure]:
 
 
 FIGURES = {"idle-writes": idle_writes}
-
-if __name__ == "__main__":
-    sys.exit(report.main({"idle-writes": FIGURES}))

@@ -9,11 +9,7 @@ import resource
 import statistics
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
-
-if not __package__:
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
@@ -218,6 +214,3 @@ def fetch(scale: str) -> Iterator[Figure]:
 
 
 FIGURES = {"live-memory": memory, "live-agreement": agreement, "live-fetch": fetch}
-
-if __name__ == "__main__":
-    sys.exit(report.main({"live": FIGURES}))

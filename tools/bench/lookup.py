@@ -9,14 +9,9 @@ from __future__ import annotations
 import gc
 import math
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
-
-if not __package__:
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
 
@@ -24,7 +19,6 @@ from prefixcache import PrefixCache, Raw
 from prefixcache.blocks.node import BLOCK_BYTES, Tree
 from prefixcache.keys import BLOCK
 from prefixcache.trace.format import block_keys
-from tools.bench import report
 from tools.bench.prompts import MODEL, Shape, draw, filled
 from tools.bench.report import Figure
 
@@ -205,6 +199,3 @@ def _time(cache: PrefixCache, tokens: np.ndarray, depth: int) -> float:
 
 
 FIGURES = {"match": match, "siblings": siblings}
-
-if __name__ == "__main__":
-    sys.exit(report.main({"lookup": FIGURES}))

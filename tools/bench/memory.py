@@ -15,11 +15,7 @@ import threading
 import time
 import tracemalloc
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
-
-if not __package__:
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
 
@@ -250,6 +246,3 @@ def _chains(graph: Graph, tree: Tree, count: int, reservation: Any, made: list[N
 
 
 FIGURES = {"resident": resident, "promoting": promoting, "nodes": nodes}
-
-if __name__ == "__main__":
-    sys.exit(report.main({"memory": FIGURES}))

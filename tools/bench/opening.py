@@ -8,14 +8,10 @@ from __future__ import annotations
 
 import sqlite3
 import statistics
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
-
-if not __package__:
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from prefixcache import PrefixCache, Raw
 from tools.bench import report
@@ -89,6 +85,3 @@ def read_rows(folder: str, blocks: int) -> float:
 
 
 FIGURES = {"opening": opening}
-
-if __name__ == "__main__":
-    sys.exit(report.main({"opening": FIGURES}))

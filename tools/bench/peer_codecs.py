@@ -7,14 +7,8 @@ here. What codes cost in quality doesn't depend on the machine.
 from __future__ import annotations
 
 import statistics
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
-
-if not __package__:
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 
 from prefixcache.codecs.packing import words_of
 from prefixcache.codecs.turboquant import c_rows as turboquant_c
@@ -116,6 +110,3 @@ def losses(scale: str) -> Iterator[Figure]:
 
 
 FIGURES = {"peers-codec": rates, "peers-attention": attention, "peers-quality": losses}
-
-if __name__ == "__main__":
-    sys.exit(report.main({"peer-codecs": FIGURES}))

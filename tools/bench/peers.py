@@ -7,13 +7,9 @@ keep rows as they are: no codec takes part, `tools/bench/peer_codecs.py` has tho
 from __future__ import annotations
 
 import statistics
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-
-if not __package__:
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tools.bench import report
 from tools.bench.peer.contestants import (
@@ -340,6 +336,3 @@ FIGURES = {
     "peers-faults": faults,
     "peers-restarts": restarts,
 }
-
-if __name__ == "__main__":
-    sys.exit(report.main({"peers": FIGURES}))

@@ -5,18 +5,12 @@ same prefill stored once at its end. A random model of Llama 3 8B's shape, chunk
 from __future__ import annotations
 
 import statistics
-import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
-
-if not __package__:
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 from mlx_lm.models.cache import make_prompt_cache
 
 from prefixcache import PrefixCache
@@ -75,6 +69,3 @@ def prefill(scale: str) -> Iterator[Figure]:
 
 
 FIGURES = {"prefill": prefill}
-
-if __name__ == "__main__":
-    sys.exit(report.main({"prefill": FIGURES}))

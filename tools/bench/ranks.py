@@ -18,9 +18,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-if not __package__:
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 from tests.servers.forked import BLAS
 from tools.bench import report, serving
 from tools.bench.report import Figure
@@ -202,6 +199,3 @@ def rank_serving(launch: Launch, command: Sequence[str], model: Path, folder: Pa
 
 
 FIGURES = {"rank-agreement": agreement, "rank-first-token": first_token, "rank-first-token-gpu": first_token_gpu}
-
-if __name__ == "__main__":
-    sys.exit(report.main({"ranks": FIGURES}))

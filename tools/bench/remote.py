@@ -7,15 +7,10 @@ machine, so both sides and the server share its cores, and no network is in the 
 from __future__ import annotations
 
 import statistics
-import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, NamedTuple
-
-if not __package__:
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
 
@@ -221,6 +216,3 @@ def _trips(count: int) -> str:
 
 
 FIGURES = {"remote-rates": rates, "remote-lookup": lookup}
-
-if __name__ == "__main__":
-    sys.exit(report.main({"remote": FIGURES}))

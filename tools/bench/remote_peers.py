@@ -11,17 +11,12 @@ import json
 import queue
 import statistics
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
-
-if not __package__:
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from prefixcache.image_format import Digest, examine
 from prefixcache.keys import BLOCK, TOKEN_BYTES
@@ -208,6 +203,3 @@ def _said(seconds: list[float], asked: list[float], nbytes: int) -> str:
 
 
 FIGURES = {"remote-peers": remote_peers}
-
-if __name__ == "__main__":
-    sys.exit(report.main({"remote": FIGURES}))

@@ -10,16 +10,12 @@ from __future__ import annotations
 import os
 import random
 import statistics
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
-
-if not __package__:
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.remote.servers import proxy
 from tests.servers.forked import BLAS
@@ -213,6 +209,3 @@ def _spread(seconds: list[float]) -> str:
 
 
 FIGURES = {"remote-first-token": first_token, "remote-stopped": stopped}
-
-if __name__ == "__main__":
-    sys.exit(report.main({"remote": FIGURES}))

@@ -18,8 +18,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -227,6 +228,16 @@ def processor() -> str:
         return platform.processor() or platform.machine()
 
 
+def load(groups: Mapping[str, Sequence[str]], only: Collection[str] = ()) -> dict[str, dict[str, Bench]]:
+    """Import the modules of the groups that `only` names, or of all where it names none or a figure. Return the figures."""
+    named = only and set(only) <= groups.keys()
+    return {
+        group: {name: b for module in modules for name, b in import_module(f"tools.bench.{module}").FIGURES.items()}
+        for group, modules in groups.items()
+        if group in only or not named
+    }
+
+
 def chosen(benches: Mapping[str, Mapping[str, Bench]], only: list[str]) -> dict[str, Bench]:
     """The benches of these names: a figure's ("match") or a group's ("lookup"); all where none is named."""
     every = {name: bench for group in benches.values() for name, bench in group.items()}
@@ -237,12 +248,13 @@ def chosen(benches: Mapping[str, Mapping[str, Bench]], only: list[str]) -> dict[
     return {name: bench for name, bench in every.items() if not only or name in wanted}
 
 
-def main(benches: Mapping[str, Mapping[str, Bench]], arguments: list[str] | None = None) -> int:
+def main(groups: Mapping[str, Sequence[str]], arguments: list[str] | None = None) -> int:
     """The command line. The exit code is 0 whatever was measured, unless a bench failed."""
     global scratch_parent
-    every = ", ".join(name for group in benches.values() for name in group)
     parser = argparse.ArgumentParser(description="Measure prefixcache, each figure beside its reference.")
-    parser.add_argument("--only", action="append", default=[], metavar="NAME", help=f"a figure or a group: {every}")
+    parser.add_argument(
+        "--only", action="append", default=[], metavar="NAME", help=f"a figure or a group: {', '.join(groups)}"
+    )
     parser.add_argument("--quick", action="store_const", const="quick", dest="scale", help="smaller, noisier")
     parser.add_argument("--scale", choices=SCALES, help=argparse.SUPPRESS)
     parser.set_defaults(scale="full")
@@ -255,7 +267,7 @@ def main(benches: Mapping[str, Mapping[str, Bench]], arguments: list[str] | None
     figures: list[Figure] = []
     notes = Console(stderr=True)
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
-    for name, bench in chosen(benches, options.only).items():
+    for name, bench in chosen(load(groups, options.only), options.only).items():
         begin = time.perf_counter()
         with notes.status(f"{name} ..."):
             figures += bench(options.scale)

@@ -6,16 +6,11 @@ from __future__ import annotations
 
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import NamedTuple
-
-if not __package__:
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache, LRUPromptCache
@@ -277,6 +272,3 @@ def _lookups(
 
 
 FIGURES = {"server-computed": computed, "server-first-token": first_token, "server-divergent": divergent}
-
-if __name__ == "__main__":
-    sys.exit(report.main({"server": FIGURES}))

@@ -8,15 +8,11 @@ import json
 import queue
 import random
 import statistics
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
-
-if not __package__:
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
 
@@ -276,6 +272,3 @@ def slope_of(samples: list[tuple[int, int]]) -> float:
 
 
 FIGURES = {"server-stall": stall, "server-cancels": cancels}
-
-if __name__ == "__main__":
-    sys.exit(report.main({"server": FIGURES}))

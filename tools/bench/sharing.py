@@ -5,13 +5,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Literal, NamedTuple
-
-if not __package__:
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
 
@@ -234,6 +229,3 @@ FIGURES = {
     "sliding": sliding,
     "bits": bits,
 }
-
-if __name__ == "__main__":
-    sys.exit(report.main({"sharing": FIGURES}))

@@ -10,14 +10,10 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import sys
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
-
-if not __package__:
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
@@ -147,6 +143,3 @@ def _model(name: str, folder: Path) -> Path:
 
 
 FIGURES = {"transform-models": models}
-
-if __name__ == "__main__":
-    sys.exit(report.main({"transforms": FIGURES}))

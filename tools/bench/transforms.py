@@ -10,14 +10,10 @@ from __future__ import annotations
 import contextlib
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
-
-if not __package__:
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
 
@@ -294,6 +290,3 @@ FIGURES = {
     "transform-lengths": lengths,
     "transform-basis": basis_size,
 }
-
-if __name__ == "__main__":
-    sys.exit(report.main({"transforms": FIGURES}))

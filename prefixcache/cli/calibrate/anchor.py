@@ -64,8 +64,8 @@ def _cut(tokens: list[int]) -> Excerpt | None:
 
 
 def anchored(design: Design, subject: Subject, texts: Texts, folder: Path, progress: Progress) -> bytes:
-    """The bytes of a design's basis whose quality 4 has the KL of turboquant:4 on these texts, as nearly as can be found:
-    the basis says how nearly. Those that are tried are in `folder`, which is emptied first and goes in the end.
+    """Return the bytes of a design's basis whose quality 4 has the KL of turboquant:4 on these texts, as nearly as can be
+    found: the basis says how nearly. Those that are tried are in `folder`, which is emptied first and goes in the end.
     """
     guess = design.at(QUALITY)
     if not texts.windows:
@@ -73,11 +73,11 @@ def anchored(design: Design, subject: Subject, texts: Texts, folder: Path, progr
     measure = _Measure(subject, texts, folder, progress)
     codecs: dict[str, Codec] = {"reference": REFERENCE, **{f"{quality:g}": Transform(quality) for quality in AROUND}}
     try:
-        found = measure(guess, codecs)
-        reference = found["reference"]
-        line = line_through([found[f"{quality:g}"] for quality in AROUND]) if reference >= LEAST_KL else None
+        divergences = measure(guess, codecs)
+        reference = divergences["reference"]
+        line = line_through([divergences[f"{quality:g}"] for quality in AROUND]) if reference >= LEAST_KL else None
         if line is None:
-            chosen, kl, anchor = guess, found[f"{QUALITY:g}"], GUESSED
+            chosen, kl, anchor = guess, divergences[f"{QUALITY:g}"], GUESSED
         else:
             beside = line.at(reference)
             for _ in range(1 + CORRECTIONS):
@@ -107,7 +107,7 @@ class FittedLine(NamedTuple):
 
 
 def line_through(around: Sequence[float]) -> FittedLine | None:
-    """The line through KL at the qualities AROUND 4; None where it doesn't say which quality has a given KL."""
+    """Return the line through KL at the qualities AROUND 4; None where it doesn't say which quality has a given KL."""
     if not all(LEAST_KL <= kl < math.inf for kl in around):
         return None
     slope, level = np.polyfit(np.array(AROUND) - QUALITY, np.log(around), 1)

@@ -20,24 +20,26 @@ Facts = dict[str, Any]
 
 
 def facts_of(folder: Path) -> Facts:
-    """The files, newest first: a server takes a model's first. `error` is None of a basis, and the reason of others."""
+    """Return the files, newest first: a server takes a model's first. `error` is None of a basis, and the reason of
+    others.
+    """
     return {"folder": str(folder), "now": time.time(), "bases": list(map(_facts, Bases(folder).files()))}
 
 
 def _facts(path: Path) -> Facts:
-    found: Facts = {"file": path.name, "written": None, "error": None, "basis": None}
+    file: Facts = {"file": path.name, "written": None, "error": None, "basis": None}
     try:
-        found["written"] = path.stat().st_mtime
+        file["written"] = path.stat().st_mtime
         basis = read(path)
         if not path.name.endswith(f"{basis.hash}{SUFFIX}"):
             raise BasisError("its content is not what its name says; delete it and calibrate again")
         ratio = basis.fp16_bytes / basis.coded_bytes(QUALITY)
-        found["basis"] = {**summary(basis), "quality": QUALITY, "ratio": ratio}
+        file["basis"] = {**summary(basis), "quality": QUALITY, "ratio": ratio}
     except BasisError as error:
-        found["error"] = str(error)
+        file["error"] = str(error)
     except OSError as error:
-        found["error"] = f"can't be read ({error.strerror})"
-    return found
+        file["error"] = f"can't be read ({error.strerror})"
+    return file
 
 
 def screen_of(facts: Facts) -> list[Table | Text]:
@@ -45,7 +47,7 @@ def screen_of(facts: Facts) -> list[Table | Text]:
     if not files:
         return [foreign(f"{facts['folder']}: no basis; prefixcache calibrate MODEL makes one")]
     parts: list[Table | Text] = [foreign(facts["folder"])]
-    rows = [_row(found, facts["now"]) for found in files if found["basis"]]
+    rows = [_row(file, facts["now"]) for file in files if file["basis"]]
     if rows:
         headings = [
             "model",
@@ -65,11 +67,11 @@ def screen_of(facts: Facts) -> list[Table | Text]:
                 "dim",
             )
         )
-    return parts + [foreign(f"{found['file']}: {found['error']}", "red") for found in files if found["error"]]
+    return parts + [foreign(f"{file['file']}: {file['error']}", "red") for file in files if file["error"]]
 
 
-def _row(found: Facts, now: float) -> list[str]:
-    basis = found["basis"]
+def _row(file: Facts, now: float) -> list[str]:
+    basis = file["basis"]
     measured = basis["measured"]
     return [
         basis["model"].partition("@")[0],
@@ -79,5 +81,5 @@ def _row(found: Facts, now: float) -> list[str]:
         f"{basis['ratio']:.1f} x",
         *map(number, (measured["kl"], measured["reference_kl"]) if measured else (None, None)),
         basis["metric"],
-        age(found["written"], now),
+        age(file["written"], now),
     ]

@@ -18,7 +18,7 @@ from mlx_lm.generate import wired_limit
 
 from prefixcache.calibration.design import Design
 from prefixcache.calibration.layers import eligible_layers
-from prefixcache.calibration.statistics import FISHER_PHASE, PREFILL_PHASE, SINKS, collect
+from prefixcache.calibration.statistics import FISHER_PHASE, PREFILL_PHASE, SINKS, Collection, collect
 from prefixcache.calibration.texts import Windows, default_texts, read_texts, windows
 from prefixcache.cli.calibrate.anchor import anchored, texts_of
 from prefixcache.cli.calibrate.options import Calibration
@@ -49,7 +49,7 @@ class Resumable(KeyboardInterrupt):
 
 
 def make(job: Calibration, folder: Path, progress: Progress = lambda done, of, what: None) -> CalibratedBasis:
-    """The basis of a model, in a file of `folder`, which is there.
+    """Return the basis of a model, in a file of `folder`, which is there.
 
     Refused for a model, a text or a job that gives none; Resumable when it is interrupted. The same job gives the same file.
     """
@@ -73,11 +73,8 @@ def make(job: Calibration, folder: Path, progress: Progress = lambda done, of, w
                 subject.model,
                 groups,
                 *read,
+                Collection(SINKS, job.fisher_windows, job.draws_each, identity, checkpoint),
                 lambda phase, done, of: progress(done, of, PHASES[phase]),
-                fisher_windows=job.fisher_windows,
-                draws=job.draws_each,
-                identity=identity,
-                checkpoint=checkpoint,
             )
             progress(None, None, "designing the basis")
             design = Design(statistics, identity, texts, SINKS)
@@ -117,7 +114,7 @@ def _windows(job: Calibration, subject: Subject) -> Windows:
 
 
 def opening(tokenizer: Any) -> list[int]:
-    """The tokens that the tokenizer puts before a text."""
+    """Return the tokens that the tokenizer puts before a text."""
     whole, bare = list(tokenizer.encode("a")), list(tokenizer.encode("a", add_special_tokens=False))
     places = [i for i in range(len(whole) - len(bare) + 1) if whole[i : i + len(bare)] == bare]
     return whole[: places[0]] if bare and places else []
@@ -143,7 +140,7 @@ def _groups(job: Calibration, model: nn.Module) -> tuple[list[list[Layer]], dict
 
 
 def _described(job: Calibration, read: Windows) -> str:
-    """What a basis says of the text that it is made of, for a person, and the hash of all that it depends on."""
+    """Return what a basis says of the text that it is made of, for a person, and the hash of all that it depends on."""
     source = "given text" if job.texts else "default text"
     draws = job.fisher_windows * job.draws_each
     asked = (VERSION, SINKS, job.fisher_windows, job.draws_each, job.float32, read)

@@ -22,7 +22,7 @@ WITHOUT_GRADIENT = "by each layer's spread, since the model has no gradient"
 
 
 def divergence(basis: Basis) -> str:
-    """What was measured of quality 4."""
+    """Return what was measured of quality 4."""
     if basis.measured is None:
         return f"KL not measured at quality {QUALITY:g}"
     kl, reference = number(basis.measured.kl), number(basis.measured.reference_kl)
@@ -30,7 +30,7 @@ def divergence(basis: Basis) -> str:
 
 
 def doubt(basis: Basis) -> str:
-    """Why quality 4 need not have the KL of turboquant:4; nothing where it has."""
+    """Return why quality 4 need not have the KL of turboquant:4; nothing where it has."""
     if basis.measured is None:
         return (
             f"quality {QUALITY:g} is a guess: KL takes windows of some {LONG_ENOUGH} tokens (--tokens), and a prompt "

@@ -71,7 +71,7 @@ def demo(
 
 
 def _model(path: Path | None) -> Path:
-    """The model's folder. What is inside it is mlx-lm's to judge, in the process that loads it."""
+    """Return the model's folder. What is inside it is mlx-lm's to judge, in the process that loads it."""
     folder = path or OWN_MODEL
     if (folder / "config.json").is_file():
         return folder.resolve()
@@ -96,7 +96,7 @@ def _folder(keep: Path | None) -> Iterator[Path]:
 
 
 def _work(job: dict[str, Any]) -> dict[str, Result]:
-    """All passes. The first process ends before the second begins: between them there is nothing but the files."""
+    """Run all passes. The first process ends before the second begins: between them there is nothing but the files."""
     results = _process({**job, "passes": ["cold", "ram"]})
     cold: list[list[list[int]]] = [[] for _ in range(job["conversations"])]
     for turn in results["cold"]["turns"]:
@@ -123,7 +123,7 @@ def _process(job: dict[str, Any]) -> dict[str, Result]:
 
 
 def check(results: dict[str, Result], *, sure: bool) -> list[str]:
-    """What is wrong with the passes that must agree with the cold one; empty when nothing is.
+    """Return what is wrong with the passes that must agree with the cold one; empty when nothing is.
 
     `sure`: the model is known to find the numbers. Another model may miss one, cold too, and the cache is not to blame.
     """
@@ -144,12 +144,14 @@ def check(results: dict[str, Result], *, sure: bool) -> list[str]:
 
 
 def _by_place(result: Result) -> dict[tuple[int, int], Turn]:
-    """The turns of a pass by conversation and number, both from 0."""
+    """Return the turns of a pass by conversation and number, both from 0."""
     return {(turn["conversation"], turn["turn"]): turn for turn in result["turns"]}
 
 
 def _difference(turn: Turn, cold: Turn, dtype: str) -> str:
-    """How an answer differs from the cold one, "" when it doesn't, or only from a token on that rounding may decide."""
+    """Return how an answer differs from the cold one, "" when it doesn't, or only from a token on that rounding may
+    decide.
+    """
     answer, expected = turn["answer"], cold["answer"]
     if answer == expected:
         return ""
@@ -168,8 +170,8 @@ def _difference(turn: Turn, cold: Turn, dtype: str) -> str:
 
 
 def describe(results: dict[str, Result]) -> dict[str, Any]:
-    """The numbers of all passes, and one conversation, without the other answers. `sooner`: how many times sooner the first
-    token came than in the cold pass, medians over the same answers.
+    """Return the numbers of all passes, and one conversation, without the other answers. `sooner`: how many times sooner the
+    first token came than in the cold pass, medians over the same answers.
     """
     cold = _by_place(results["cold"])
     facts: dict[str, Any] = {}
@@ -246,13 +248,13 @@ def _calibrated(facts: dict[str, Any]) -> str:
 
 
 def _table(headings: list[str], passes: list[Result], dtype: str) -> Table:
-    """A column for each pass; the cold one leaves out what it takes a cache to have."""
+    """Return a table with a column for each pass; the cold one leaves out what it takes a cache to have."""
     columns = [_cells(result, dtype) for result in passes]
     return table(Grid(headings, [[label, *(column.get(label, "") for column in columns)] for label in columns[-1]]))
 
 
 def _cells(result: Result, dtype: str) -> dict[str, str]:
-    """A pass's numbers by the label of their row."""
+    """Return a pass's numbers by the label of their row."""
     reused = result["reused_tokens"]
     cells = {
         "answers": f"{result['count']}",

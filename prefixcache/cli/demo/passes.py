@@ -81,7 +81,7 @@ class Model:
         list(self.generate(prompt_cache, probe[:1]))
 
     def prompt(self, conversation: int, turn: int) -> list[int]:
-        """The tokens of all that was said before an answer. The answers before it are the cold pass's."""
+        """Return the tokens of all that was said before an answer. The answers before it are the cold pass's."""
         tokens = self.chat.opening(conversation)
         for t in range(turn):
             answer = self.job.cold[conversation][t]
@@ -117,8 +117,8 @@ class Model:
 
 
 def take(model: Model, cache: PrefixCache | None, name: str, conversation: int, turn: int) -> Turn:
-    """One turn of a pass: fetch what is known of the prompt, generate from the rest, store the prompt with its answer. In the
-    cold pass there is no cache. Lossy passes are given cold's answers, so that all passes store the same tokens.
+    """Take one turn of a pass: fetch what is known of the prompt, generate from the rest, store the prompt with its answer.
+    In the cold pass there is no cache. Lossy passes are given cold's answers, so that all passes store the same tokens.
     """
     prompt = model.prompt(conversation, turn)
     given = model.job.cold[conversation][turn] if name in CODECS else None
@@ -164,7 +164,7 @@ def empty(cache: PrefixCache, directory: Path) -> None:
 
 
 def unique(sequences: Iterable[list[int]]) -> int:
-    """How many tokens are left when every shared beginning is counted once."""
+    """Return how many tokens are left when every shared beginning is counted once."""
     count, before = 0, list[int]()
     for sequence in sorted(sequences):
         count, before = count + len(sequence) - shared(before, sequence), sequence
@@ -172,7 +172,7 @@ def unique(sequences: Iterable[list[int]]) -> int:
 
 
 def shared(left: list[int], right: list[int]) -> int:
-    """How many tokens two sequences have in common at their beginnings."""
+    """Return how many tokens two sequences have in common at their beginnings."""
     pairs = enumerate(zip(left, right, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(left), len(right)))
 
@@ -186,7 +186,7 @@ def budget(model: Model) -> int:
 
 
 def run_cold(model: Model) -> dict[str, Any]:
-    """Every turn, without a cache. Its answers are what all passes go on from."""
+    """Run every turn without a cache. Its answers are what all passes go on from."""
     places = list(product(range(model.job.conversations), range(model.job.turns)))
     model.job.cold = [[] for _ in range(model.job.conversations)]
     turns: list[Turn] = []
@@ -213,7 +213,7 @@ def calibrate(job: DemoRun) -> None:
 
 
 def run(model: Model, name: str) -> dict[str, Any]:
-    """A pass through a cache: all turns but the last come from RAM, the last one from SSD.
+    """Run a pass through a cache: all turns but the last come from RAM, the last one from SSD.
 
     `spill="wait"`: a store may wait for the disk, so what a pass keeps does not depend on how fast the disk is.
     """

@@ -69,13 +69,13 @@ class Question(NamedTuple):
 
 
 def facts() -> list[Question]:
-    """A question for each number in the system prompt."""
+    """Return a question for each number in the system prompt."""
     numbers = re.findall(r"The ([\w ]+?) of ([\w ]+) is (\d+)\.", SYSTEM)
     return [Question(f"What is the {what} of {whose}?", number) for what, whose, number in numbers]
 
 
 def question(conversation: int, turn: int) -> Question:
-    """What the user of a conversation says in a turn, both counted from 0. No two conversations begin alike."""
+    """Return what the user of a conversation says in a turn, both counted from 0. No two conversations begin alike."""
     fact = facts()[(conversation + 4 * turn) % len(facts())]
     name, number = NAMES[conversation % len(NAMES)], _number_of(conversation)
     if turn == 0:
@@ -92,7 +92,7 @@ def question(conversation: int, turn: int) -> Question:
 
 
 def _number_of(conversation: int) -> str:
-    """A number of five digits that no other conversation tells: the step has no divisor in common with the range."""
+    """Return a number of five digits that no other conversation tells: the step has no divisor in common with the range."""
     return str(10007 + conversation * 27919 % 89989)
 
 
@@ -108,11 +108,11 @@ class Chat:
         self.ends = frozenset(tokenizer.eos_token_ids)
 
     def opening(self, conversation: int) -> list[int]:
-        """The first prompt of a conversation."""
+        """Return the first prompt of a conversation."""
         return self._encode(self._render(_messages(conversation, 0)))
 
     def following(self, conversation: int, turn: int, answer: Sequence[int]) -> list[int]:
-        """What stands between the answer of the turn before and the answer of this one."""
+        """Return what stands between the answer of the turn before and the answer of this one."""
         tail = self._encode(self._render(_messages(conversation, turn)).rpartition(MARK)[2])
         ended = answer and answer[-1] in self.ends and answer[-1] == tail[0]
         return tail[1:] if ended else tail
@@ -141,7 +141,7 @@ class Chat:
 
 
 def _messages(conversation: int, turn: int) -> list[dict[str, str]]:
-    """The messages before the answer of a turn, with `MARK` for the answers."""
+    """Return the messages before the answer of a turn, with `MARK` for the answers."""
     messages = [{"role": "system", "content": SYSTEM.strip()}]
     for t in range(turn + 1):
         messages.append({"role": "user", "content": question(conversation, t).text})
@@ -150,5 +150,5 @@ def _messages(conversation: int, turn: int) -> list[dict[str, str]]:
 
 
 def holds(text: str, wanted: str) -> bool:
-    """Whether an answer says what was asked for. Some models write 48213 as 48,213."""
+    """Return whether an answer says what was asked for. Some models write 48213 as 48,213."""
     return wanted in re.sub(r"(?<=\d),(?=\d)", "", text)

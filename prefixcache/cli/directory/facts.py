@@ -15,7 +15,7 @@ Facts = dict[str, Any]
 
 
 def describe(whole: Survey, now: float) -> Facts:
-    """All that is known, as plain values. Times are Unix seconds, None where there is none; sizes are bytes."""
+    """Return all that is known, as plain values. Times are Unix seconds, None where there is none; sizes are bytes."""
     spaces = [_namespace(whole, space) for space in sorted(whole.namespaces, key=lambda space: -space.last_used)]
     raw_nbytes = [space["raw_nbytes"] for space in spaces]
 
@@ -84,8 +84,8 @@ def _namespace(whole: Survey, space: NamespaceSurvey) -> Facts:
 
 
 def _raw_nbytes(whole: Survey, space: NamespaceSurvey) -> int | None:
-    """Bytes of the rows in a namespace's blocks and windows as a live cache has them. Of a windowed layer only the rows that
-    are kept count. None for a layout or a window's ranges that can't be understood here.
+    """Return bytes of the rows in a namespace's blocks and windows as a live cache has them. Of a windowed layer only the
+    rows that are kept count. None for a layout or a window's ranges that can't be understood here.
     """
     if not space.tokens:
         return 0
@@ -121,7 +121,7 @@ def _raw_nbytes(whole: Survey, space: NamespaceSurvey) -> int | None:
 
 
 def _with_window(kind: Facts, window: list[Any] | None) -> Facts:
-    """The layer without its streams if it has another window than this; [] is none, None is any."""
+    """Return the layer without its streams if it has another window than this; [] is none, None is any."""
     if "children" in kind:
         return {**kind, "children": [_with_window(child, window) for child in kind["children"]]}
     other = window is not None and "window" in kind and kind["window"] != window

@@ -95,7 +95,7 @@ def _inspect_ranks(directory: Path, ranks: dict[int, Path], model: str | None, a
 
 
 def _of_model(whole: Survey, name: str | None) -> Survey:
-    """The survey with this model's namespaces only."""
+    """Return the survey with this model's namespaces only."""
     if name is None:
         return whole
     model = model_meant(name, [space.model for space in whole.namespaces])

@@ -19,9 +19,9 @@ _PART = re.compile(r"\|((?:tp|pp) [0-9:/]+)$")  # of a model's name: the rank's
 
 
 def ranks_in(directory: Path) -> dict[int, Path]:
-    """The ranks' directories, by rank; none where `directory` is a cache's own."""
-    found = rank_folders(directory)
-    return {} if found and Directory(directory).ours else found
+    """Return the ranks' directories, by rank; none where `directory` is a cache's own."""
+    folders = rank_folders(directory)
+    return {} if folders and Directory(directory).ours else folders
 
 
 def show_ranks(out: Console, directory: Path, ranks: dict[int, Facts]) -> None:
@@ -61,8 +61,8 @@ def _named(space: dict[str, Any]) -> tuple[str, str]:
 
 
 def _part(space: dict[str, Any]) -> str:
-    found = _PART.search(space["model"])
-    return found[1] if found else "the whole model"
+    part = _PART.search(space["model"])
+    return part[1] if part else "the whole model"
 
 
 def _used(space: dict[str, Any]) -> float:

@@ -77,7 +77,7 @@ def _findings(report: Report) -> Table:
 
 
 def _sums(report: Report) -> Table:
-    """One line for each kind of finding and what was done about it."""
+    """Return one line for each kind of finding and what was done about it."""
     sums: dict[tuple[str, str], list[int]] = {}
     for finding in report.findings:
         sums.setdefault((finding.kind, finding.action), []).append(finding.nbytes)

@@ -110,10 +110,12 @@ def _of_directory(client: Client, directory: Path) -> tuple[int, int]:
     there.require()
     with reading(there.index, live=holder(there) is not None) as connection:
         leaving = (
-            one for one in read_entries(connection) if one.kind == SNAPSHOT or len(one.tokens) == BLOCK * TOKEN_BYTES
+            entry
+            for entry in read_entries(connection)
+            if entry.kind == SNAPSHOT or len(entry.tokens) == BLOCK * TOKEN_BYTES
         )
         entries = sorted(leaving, key=lambda entry: -entry.used)[:NEWEST]
-    names = [image_name(client.seal, one.namespace, one.kind, one.key, one.parent) for one in entries]
+    names = [image_name(client.seal, entry.namespace, entry.kind, entry.key, entry.parent) for entry in entries]
     step, there_now = client.engine.names_at_once, 0
     for first in range(0, len(names), step):
         there_now += sum(size is not None for size in client.engine.sizes(names[first : first + step]))

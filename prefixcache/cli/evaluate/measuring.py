@@ -53,7 +53,7 @@ class Subject(NamedTuple):
 
 
 def load(name: str, adapter: str | None = None, float32: bool = False) -> Subject:
-    """A model's folder, or its name on Hugging Face; with `float32` its weights are cast.
+    """Load a model from its folder, or by its name on Hugging Face; with `float32` its weights are cast.
 
     Refused when mlx-lm can't load it.
     """
@@ -158,7 +158,7 @@ def _ask(subject: Subject, reference: Reference, trials: list[Trial], haystack: 
 
 
 def _answers(subject: Subject, prompt_cache: list[Any], question: NeedleQuestion) -> bool:
-    """Whether the first number in the greedy answer is the one that was hidden."""
+    """Return whether the first number in the greedy answer is the one that was hidden."""
     answer: list[int] = []
     number = None
     for token, _ in generate_step(
@@ -198,7 +198,7 @@ def _facts(job: EvaluationSize, reference: Reference, trials: list[Trial], text_
 
 
 def _codec_facts(trial: Trial, reference_nll: list[float], job: EvaluationSize) -> Facts:
-    """One codec's numbers. Errors are standard errors over the windows; of perplexity, to first order."""
+    """Return one codec's numbers. Errors are standard errors over the windows; of perplexity, to first order."""
     nll, kl, same = ([float(column.mean()) for column in columns] for columns in zip(*trial.windows, strict=True))
     before, after = _exp(mean_and_error(reference_nll)[0]), _exp(mean_and_error(nll)[0])
     log_ratio, log_error = mean_and_error([a - b for a, b in zip(nll, reference_nll, strict=True)])
@@ -230,8 +230,9 @@ def _codec_facts(trial: Trial, reference_nll: list[float], job: EvaluationSize) 
 
 
 def _sizes(trial: Trial) -> Facts:
-    """Bytes and bits. A payload is what one token of a whole block takes in every layer that keeps rows by token, levels
-    included; what is stored has headers, token ids and recurrent state beside it, and of windowed layers fewer rows.
+    """Return the bytes and bits of a codec. A payload is what one token of a whole block takes in every layer that keeps rows
+    by token, levels included; what is stored has headers, token ids and recurrent state beside it, and of windowed layers
+    fewer rows.
     """
     assert trial.plan is not None
     plan = trial.plan
@@ -254,7 +255,7 @@ def _sizes(trial: Trial) -> Facts:
 
 
 def _recall(right: list[list[bool]], job: EvaluationSize) -> Facts:
-    """How many of the hidden numbers were told, in all and by depth; `asked` is 0 without needles."""
+    """Return how many of the hidden numbers were told, in all and by depth; `asked` is 0 without needles."""
     by_depth = [
         {"depth": depth, "asked": len(right), "right": sum(column)}
         for depth, column in zip(job.haystack_depths, zip(*right, strict=True), strict=True)

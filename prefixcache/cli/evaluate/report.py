@@ -38,7 +38,7 @@ def signed(value: float | None, error: float | None = None) -> str:
 
 
 def main_grid(facts: Facts) -> Grid:
-    """The live cache and every codec, one row each."""
+    """Return the live cache and every codec, one row each."""
     headings = ["codec", "bits\na value", "stored\na token", "perplexity", "change"]
     headings += ["KL,\nnats", "KL,\n99 %", "same top\ntoken"]
     first = facts["codecs"][0]
@@ -70,7 +70,7 @@ def _bits(value: float | None) -> str:
 
 
 def _needles(facts: Facts) -> dict[str, Facts]:
-    """How many of the hidden numbers were told, by the live cache and by each codec."""
+    """Return how many of the hidden numbers were told, by the live cache and by each codec."""
     return {LIVE: facts["reference"]["needles"], **{c["codec"]: c["needles"] for c in facts["codecs"]}}
 
 
@@ -79,7 +79,7 @@ def _share(needles: Facts) -> str:
 
 
 def depth_grid(facts: Facts) -> Grid:
-    """How many of the hidden numbers were told, by depth."""
+    """Return how many of the hidden numbers were told, by depth."""
     rows = [[name, *map(_share, needles["by_depth"])] for name, needles in _needles(facts).items()]
     return Grid(["numbers told, by depth", *(f"{depth:.0%}" for depth in facts["depths"])], rows)
 
@@ -89,7 +89,7 @@ def grids(facts: Facts) -> list[Grid]:
 
 
 def notes(facts: Facts) -> list[str]:
-    """What a reader of the numbers must know, a sentence or two each."""
+    """Return what a reader of the numbers must know, a sentence or two each."""
     job, versions, text = facts["job"], facts["versions"], facts["text"]
     source = ", ".join(map(safe, text["files"])) or f"pydoc_data.topics of Python {text['python']}"
     lines = [
@@ -125,12 +125,12 @@ def notes(facts: Facts) -> list[str]:
 
 
 def screen(facts: Facts) -> list[Table | Text]:
-    """What is printed, from top to bottom."""
+    """Return what is printed, from top to bottom."""
     return [*map(table, grids(facts)), *(foreign(line, "dim") for line in notes(facts))]
 
 
 def as_markdown(facts: Facts) -> str:
-    """The same as Markdown, without a heading."""
+    """Return the same as Markdown, without a heading."""
     return "\n\n".join([*map(markdown, grids(facts)), "\n".join(f"- {line}" for line in notes(facts))])
 
 

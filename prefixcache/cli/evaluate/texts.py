@@ -46,7 +46,7 @@ class Haystack(NamedTuple):
 
 
 def default_text() -> str:
-    """The topics in the order of their names."""
+    """Return the topics in the order of their names."""
     from pydoc_data.topics import topics
 
     return "\n\n".join(topics[name] for name in sorted(topics))
@@ -65,7 +65,7 @@ def read_texts(paths: Sequence[Path]) -> str:
 
 
 def cut(tokenizer: Any, ids: list[int], prefix: int, tokens: int, windows: int) -> tuple[list[int], list[Excerpt]]:
-    """A first prompt, which is stored and not measured, and the windows: evenly spaced, none overlaps another.
+    """Return a first prompt, which is stored and not measured, and the windows: evenly spaced, none overlaps another.
 
     Each begins with the token that the tokenizer puts at the beginning of a text, if it has one.
     """
@@ -134,7 +134,9 @@ def _haystack(
 
 
 def hide(text: str, needles: Sequence[str], depths: Sequence[float]) -> str:
-    """Each needle on a line of its own near its depth: at the next line's end, else after the next word."""
+    """Return the text with each needle on a line of its own near its depth: at the next line's end, else after the
+    next word.
+    """
     size = len(text)
     for needle, depth in sorted(zip(needles, depths, strict=True), key=lambda pair: -pair[1]):  # the last goes in first
         place = int(depth * size)
@@ -155,5 +157,5 @@ def _prompt(tokenizer: Any, text: str, question: str) -> list[int]:
 
 
 def _shared_length(prompts: Sequence[list[int]]) -> int:
-    """How many leading tokens all have. They differ before their ends, or the question would make no difference."""
+    """Return how many leading tokens all have. They differ before their ends, or the question would make no difference."""
     return next(i for i, column in enumerate(zip(*prompts, strict=False)) if len(set(column)) > 1)

@@ -73,12 +73,12 @@ def compare(reference: mx.array, logits: mx.array, targets: Sequence[int]) -> Ro
 
 
 def joined(parts: Sequence[RowScores]) -> RowScores:
-    """The rows of several calls as one."""
+    """Return the rows of several calls as one."""
     return RowScores(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
-    """The mean of independent values, and its standard error; None from fewer than two, or where one isn't finite."""
+    """Return the mean of independent values, and its standard error; None from fewer than two, or where one isn't finite."""
     mean = sum(values) / len(values)
     if len(values) < 2 or not math.isfinite(mean):
         return mean, None
@@ -101,7 +101,7 @@ class Reference:
         self.right: list[list[bool]] = []  # of each haystack, by depth
 
     def fill(self, prompt: list[int]) -> list[Any]:
-        """A prompt cache that has seen these tokens."""
+        """Return a prompt cache that has seen these tokens."""
         prompt_cache = make_prompt_cache(self.model)
         for at in range(0, len(prompt), PREFILL):
             self.model(mx.array([prompt[at : at + PREFILL]]), cache=prompt_cache)
@@ -156,7 +156,7 @@ class Trial:
         return stored
 
     def restore(self) -> list[Any]:
-        """The prompt kept last, decoded: a new live cache."""
+        """Return the prompt kept last, decoded: a new live cache."""
         prompt_cache, rest = self.cache.fetch(self._last, model=self._model, leave=0)
         assert prompt_cache is not None
         assert not rest

@@ -24,7 +24,9 @@ class Where(NamedTuple):
 
 
 def sizes_of(codecs: dict[str, Codec], model: str, state: ModelState, where: Where) -> dict[str, StateSizes]:
-    """The sizes with each codec. Refused for a file that is no basis of this model, and for one that no codec needs."""
+    """Return the sizes with each codec. Refused for a file that is no basis of this model, and for one that no codec
+    needs.
+    """
     wanted = [spec for spec, codec in codecs.items() if isinstance(codec, Transform)]
     if where.file is not None and not wanted:
         raise Refused(f"--basis {where.file}: no codec needs one; add --codec transform")
@@ -53,7 +55,7 @@ def _basis(model: str, state: ModelState, where: Where) -> Basis | None:
 
 
 def _of_folder(model: str, bases: Bases) -> Basis | None:
-    """The basis of a model whose weights are here, too: they are its identity."""
+    """Return the basis of a model whose weights are here, too: they are its identity."""
     if not bases.files():
         return None
     try:

@@ -35,9 +35,9 @@ from prefixcache.cli.text import Refused, complain, console, print_json, refusin
 
 if TYPE_CHECKING:
     from prefixcache.planning.model import ModelState
-    from prefixcache.planning.outcome import Cell, CellOutcome
+    from prefixcache.planning.outcome import Cell
     from prefixcache.planning.sizes import StateSizes
-    from prefixcache.planning.sweep import Workload
+    from prefixcache.planning.sweep import Known, Workload
 
 CODECS = ("raw", "turboquant:4", "turboquant:4:3", "turboquant:3", "transform:4")
 PARALLEL_IDS = 500_000  # ids to simulate, in all, from which processes of their own are worth their start
@@ -82,7 +82,9 @@ def plan(
 
 
 def _model(name: str) -> ModelState:
-    """The model of a path, of a known shape, or of a Hugging Face name that was downloaded; the network is not asked."""
+    """Return the model of a path, of a known shape, or of a Hugging Face name that was downloaded; the network is not
+    asked.
+    """
     from huggingface_hub import constants, try_to_load_from_cache
 
     from prefixcache.planning.model import ModelState
@@ -144,7 +146,7 @@ def _simulate(
     from prefixcache.cli.plan.facts import capacities, grid, outcome_facts, ram_ladder, ssd_ladder, trace_facts
     from prefixcache.planning.bound import best_at
     from prefixcache.planning.outcome import Cell
-    from prefixcache.planning.sweep import ENDLESS, Workload, sufficient_ram, sweep
+    from prefixcache.planning.sweep import ENDLESS, Known, Workload, sufficient_ram, sweep
     from prefixcache.trace.reading import Trace, summary
 
     trace = Trace(simulation.trace, simulation.block, limit=simulation.limit)
@@ -156,21 +158,21 @@ def _simulate(
     with bar("an endless cache") as show:
         (endless,) = sweep(workload, [Cell(ENDLESS)], processes=1, progress=show)
     most = sufficient_ram(endless)
+    known = Known({Cell(ENDLESS): endless}, most)
     rams = simulation.rams or ram_ladder(most)[:: 2 if simulation.ssds else 1]
     ssds = simulation.ssds or [0, *ssd_ladder(most)]
     cells = grid(rams, ssds, simulation.policies, simulation.admissions)
     processes = 1 if totals.ids * len(cells) < PARALLEL_IDS else None
     with bar("sizes") as show:
-        outcomes = sweep(workload, cells, known={Cell(ENDLESS): endless}, most=most, processes=processes, progress=show)
+        outcomes = sweep(workload, cells, known=known, processes=processes, progress=show)
     fleets = None
     if simulation.fleet is not None:
-        fleets = _fleets(
-            workload, cells, dict(zip(cells, outcomes, strict=True)), most, sizes, simulation.fleet, assumed
-        )
+        known = Known(dict(zip(cells, outcomes, strict=True)), most)
+        fleets = _fleets(workload, cells, known, sizes, simulation.fleet, assumed)
     bounds = best_at(trace, capacities(cells, sizes.bytes_per_token, trace.block))
     return (
         trace_facts(trace, totals, endless.asked, state.context),
-        outcome_facts(outcomes, bounds, endless, state, sizes, totals.longest, assumed),
+        outcome_facts(outcomes, bounds, endless, sizes, totals.longest, assumed),
         fleets,
     )
 
@@ -178,14 +180,13 @@ def _simulate(
 def _fleets(
     workload: Workload,
     cells: list[Cell],
-    ones: dict[Cell, CellOutcome],
-    most: int,
+    known: Known,
     sizes: StateSizes,
     options: FleetPlan,
     assumed: Assumed,
 ) -> Facts:
     """Facts of fleets whose machines are of each size: with and without a remote tier, beside one machine of that size and
-    one that has what they have together. `ones` are runs of one machine.
+    one that has what they have together. `known` has the runs of one machine.
     """
     from prefixcache.cli.plan.facts import fleet_facts
     from prefixcache.planning.advice import Link
@@ -204,12 +205,12 @@ def _fleets(
     ]
     processes = 1 if (workload.ids or 0) * len(fleets) < PARALLEL_IDS else None
     with bar("one machine with all of it") as show:
-        alone = sweep(workload, with_all, known=ones, most=most, processes=processes, progress=show)
+        alone = sweep(workload, with_all, known=known, processes=processes, progress=show)
     with bar("fleets") as show:
         outcomes = sweep_fleets(workload, fleets, processes=processes, progress=show)
     told = sessions(Trace(workload.trace, workload.block, limit=workload.limit))
     return fleet_facts(
-        outcomes, [*zip([ones[cell] for cell in cells], alone, strict=True)], told, sizes, options, assumed
+        outcomes, [*zip([known.outcomes[cell] for cell in cells], alone, strict=True)], told, sizes, options, assumed
     )
 
 

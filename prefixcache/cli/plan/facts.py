@@ -64,7 +64,8 @@ def model_facts(state: ModelState) -> Facts:
 
 
 def codec_facts(name: str, sizes: StateSizes) -> Facts:
-    """What a model's state takes with a codec. `windows` and `snapshot` are a boundary's, beside the tokens' own bytes.
+    """Return what a model's state takes with a codec. `windows` and `snapshot` are a boundary's, beside the tokens' own
+    bytes.
 
     `transform`: None of another codec; else how many layers are transformed, and by which basis, which takes so many bytes of
     RAM; without one all of it is an estimate.
@@ -104,8 +105,8 @@ def _is_estimate(sizes: StateSizes) -> bool:
 
 
 def mac_facts(state: ModelState, codecs: dict[str, StateSizes]) -> list[Facts]:
-    """What Macs could keep beside the model's weights at 4 bits. `auto` is what the setting `ram="auto"` takes, 0 where the
-    weights leave no room for that.
+    """Return what Macs could keep beside the model's weights at 4 bits. `auto` is what the setting `ram="auto"` takes, 0
+    where the weights leave no room for that.
     """
     macs, weights = [], _weights(state)
     for memory, gpu in MACS.items():
@@ -115,12 +116,13 @@ def mac_facts(state: ModelState, codecs: dict[str, StateSizes]) -> list[Facts]:
     return macs
 
 
-def _machine_facts(state: ModelState, sizes: StateSizes, ram: int, longest: int) -> Facts:
-    """The smallest Mac whose GPU has room for the model's weights at 4 bits, a cache of `ram` bytes and one live prompt: of
-    the `longest` tokens, or of the model's context where that is less. `memory` and `gpu` are None where no Mac has.
+def _machine_facts(sizes: StateSizes, ram: int, longest: int) -> Facts:
+    """Return the smallest Mac whose GPU has room for the model's weights at 4 bits, a cache of `ram` bytes and one live
+    prompt: of the `longest` tokens, or of the model's context where that is less. `memory` and `gpu` are None where no Mac
+    has.
     """
-    tokens = min(longest, state.context or longest)
-    weights, live = _weights(state), sizes.live_bytes(tokens)
+    tokens = min(longest, sizes.state.context or longest)
+    weights, live = _weights(sizes.state), sizes.live_bytes(tokens)
     memory, gpu = next((mac for mac in MACS.items() if mac[1] >= weights + live + ram), (None, None))
     return {"memory": memory, "gpu": gpu, "weights": weights, "live_tokens": tokens, "live": live, "ram": ram}
 
@@ -154,7 +156,7 @@ def trace_facts(trace: Trace, totals: TraceSummary, prompts: np.ndarray, context
 
 
 def step_up(nbytes: float) -> int:
-    """The next size that things are sold in: 1 or 1.5 times a power of two of GB, MB or kB."""
+    """Return the next size that things are sold in: 1 or 1.5 times a power of two of GB, MB or kB."""
     unit = next((unit for unit in (10**9, 10**6) if nbytes >= unit), 10**3)
     power = 1
     while power * unit * 1.5 < nbytes:
@@ -172,13 +174,13 @@ def ssd_ladder(most: int) -> list[int]:
 
 
 def grid(rams: Sequence[int], ssds: Sequence[int], policies: Sequence[str], admissions: Sequence[str]) -> list[Cell]:
-    """Each with each. Without an SSD all admissions are one."""
+    """Return the cells of each with each. Without an SSD all admissions are one."""
     cells = [Cell(*sizes) for sizes in product(rams, ssds, policies, admissions)]
     return list(dict.fromkeys(c if c.ssd else c._replace(admission=admissions[0]) for c in cells))
 
 
 def capacities(cells: Sequence[Cell], bytes_per_token: float, block: int) -> list[int]:
-    """How many of a trace's blocks RAM and SSD of each size have room for."""
+    """Return how many of a trace's blocks RAM and SSD of each size have room for."""
     return [int((cell.ram + cell.ssd) / (bytes_per_token * block)) for cell in cells]
 
 
@@ -189,7 +191,6 @@ def outcome_facts(
     outcomes: Sequence[CellOutcome],
     bounds: Sequence[Bound],
     endless: CellOutcome,
-    state: ModelState,
     sizes: StateSizes,
     longest: int,
     assumed: Assumed,
@@ -207,7 +208,7 @@ def outcome_facts(
         {"cost": cost, "on_front": i in front, "bound": bound.hit_rate, **_cell(o, possible, per_token, assumed, rates)}
         for i, (o, bound, cost) in enumerate(zip(outcomes, bounds, costs, strict=True))
     ]
-    recommendation = _recommendation(cells, costs, hits, state, sizes, longest)
+    recommendation = _recommendation(cells, costs, hits, sizes, longest)
     targets = [{"of_possible": share, "cell": advice.cheapest(costs, hits, share * possible)} for share in TARGETS]
     nothing = np.zeros_like(endless.asked)
     return {
@@ -233,14 +234,13 @@ def _recommendation(
     cells: Sequence[Facts],
     costs: Sequence[float],
     hits: Sequence[int],
-    state: ModelState,
     sizes: StateSizes,
     longest: int,
 ) -> Facts | None:
-    """What is advised. `obstacles` say why it can't be lived with, where no size can. `beyond` is the size that would be
-    advised if there were no obstacles, where that is another.
+    """Return what is advised. `obstacles` say why it can't be lived with, where no size can. `beyond` is the size that would
+    be advised if there were no obstacles, where that is another.
     """
-    obstacles = [_obstacles(cell, state, sizes, longest) for cell in cells]
+    obstacles = [_obstacles(cell, sizes, longest) for cell in cells]
     chosen = advice.advised(costs, hits, [not of for of in obstacles])
     beyond = advice.knee(costs, hits)
     if chosen is None or beyond is None:
@@ -249,8 +249,8 @@ def _recommendation(
     return {
         **_advised(cells, chosen, obstacles),
         "beyond": told or None,
-        "machine": _machine_facts(state, sizes, cells[chosen]["ram"], longest),
-        "longest_bytes": _longest_bytes(state, sizes, longest),
+        "machine": _machine_facts(sizes, cells[chosen]["ram"], longest),
+        "longest_bytes": _longest_bytes(sizes, longest),
     }
 
 
@@ -260,22 +260,22 @@ def _advised(cells: Sequence[Facts], index: int, obstacles: Sequence[list[str]])
     return {"cell": index, "says": says, "obstacles": obstacles[index]}
 
 
-def _obstacles(cell: Facts, state: ModelState, sizes: StateSizes, longest: int) -> list[str]:
-    """Why a size can't be lived with: "wear" (the SSD lasts less than a year), "prompt" (the longest doesn't fit into RAM),
-    "memory" (no Mac has room for it).
+def _obstacles(cell: Facts, sizes: StateSizes, longest: int) -> list[str]:
+    """Return why a size can't be lived with: "wear" (the SSD lasts less than a year), "prompt" (the longest doesn't fit into
+    RAM), "memory" (no Mac has room for it).
     """
     ram, lasts = cell["ram"], cell["tbw_years"]
-    found = {
+    obstacles = {
         "wear": lasts is not None and lasts < advice.LEAST_YEARS,
-        "prompt": _longest_bytes(state, sizes, longest) > ram,
-        "memory": _machine_facts(state, sizes, ram, longest)["memory"] is None,
+        "prompt": _longest_bytes(sizes, longest) > ram,
+        "memory": _machine_facts(sizes, ram, longest)["memory"] is None,
     }
-    return [name for name, of in found.items() if of]
+    return [name for name, stands in obstacles.items() if stands]
 
 
-def _longest_bytes(state: ModelState, sizes: StateSizes, longest: int) -> int:
+def _longest_bytes(sizes: StateSizes, longest: int) -> int:
     """Of RAM, that the longest prompt takes, up to the model's context."""
-    return sizes.prompt_bytes(min(longest, state.context or longest))
+    return sizes.prompt_bytes(min(longest, sizes.state.context or longest))
 
 
 def _cell(o: CellOutcome, possible: int, per_token: float, assumed: Assumed, rates: list[Rates]) -> Facts:
@@ -335,28 +335,12 @@ def fleet_facts(
 
 
 def _of_one(o: CellOutcome) -> FleetOutcome:
-    none = np.zeros_like(o.asked)
-    fleet = Fleet(o.cell, 1, "")
-    return FleetOutcome(
-        fleet,
-        [o.requests],
-        o.asked_tokens,
-        o.ram_tokens,
-        o.ssd_tokens,
-        0,
-        0,
-        0,
-        0,
-        0,
-        0,
-        0,
-        0,
-        o.asked,
-        o.hit,
-        o.read,
-        none,
-        none,
-    )
+    remote: dict[str, Any] = dict.fromkeys(("remote_tokens", *REMOTE_COUNTS), 0)
+    remote |= dict.fromkeys(("remote_read", "trips"), np.zeros_like(o.asked))
+    alike: dict[str, Any] = {
+        n: getattr(o, n) for n in ("asked_tokens", "ram_tokens", "ssd_tokens", "asked", "hit", "read")
+    }
+    return FleetOutcome(fleet=Fleet(o.cell, 1, ""), requests=[o.requests], **alike, **remote)
 
 
 def _fleet_row(o: FleetOutcome, per_token: float, link: Link, rates: list[Rates]) -> Facts:

@@ -241,7 +241,7 @@ class OutputOptions:
 
 
 def _listed(values: Values) -> list[str]:
-    """The values of an option that is given again, or with commas, each once."""
+    """Return the values of an option that is given again, or with commas, each once."""
     return list(dict.fromkeys(part.strip() for text in values or () for part in text.split(",")))
 
 

@@ -48,7 +48,7 @@ Facts = dict[str, Any]
 
 
 def page(facts: Facts) -> str:
-    """The whole document. Everything that came from outside is escaped."""
+    """Return the whole document. Everything that came from outside is escaped."""
     trace = f", {facts['trace']['file']}" if facts["trace"] else ""
     title = html_text(f"prefixcache plan: {facts['model']['name']}{trace}")
     parts = [f"<h1>{title}</h1>"]
@@ -81,7 +81,7 @@ def _inline_picture(facts: Facts) -> str:
 
 
 def picture(facts: Facts, kind: str) -> bytes:
-    """The bytes of a file with this suffix."""
+    """Return the bytes of a file with this suffix."""
     title = facts["model"]["name"] + (f" and {Path(facts['trace']['file']).name}" if facts["trace"] else "")
     return draw(title, _panels(facts), kind)
 

@@ -38,7 +38,7 @@ class Passage(NamedTuple):
 
 
 def sections(facts: Facts) -> list[Passage]:
-    """All but the advice, from top to bottom."""
+    """Return all but the advice, from top to bottom."""
     parts = []
     if facts["fleet"]:
         parts.append(Passage("A fleet", grids=_fleet_grids(facts), notes=_fleet_notes(facts)))
@@ -55,7 +55,7 @@ def sections(facts: Facts) -> list[Passage]:
 
 
 def screen(facts: Facts) -> list[Table | Text]:
-    """What is printed, from top to bottom: the advice, what leads to it, the model."""
+    """Return what is printed, from top to bottom: the advice, what leads to it, the model."""
     parts: list[Table | Text] = []
     if facts["trace"]:
         first, *rest = advice_lines(facts)
@@ -72,7 +72,7 @@ def screen(facts: Facts) -> list[Table | Text]:
 
 
 def short(nbytes: int) -> str:
-    """A size without zeros that say nothing: "24 GB", "1.5 GB", "0"."""
+    """Return a size without zeros that say nothing: "24 GB", "1.5 GB", "0"."""
     number, _, unit = size(nbytes).partition(" ")
     return f"{number.rstrip('0').rstrip('.') if '.' in number else number} {unit}" if nbytes else "0"
 
@@ -110,7 +110,7 @@ def sizes_of(cell: Facts) -> str:
 
 
 def settings_of(cell: Facts) -> str:
-    """The same as settings are written: `ram="24GB", ssd="120GB"`."""
+    """Return the same as settings are written: `ram="24GB", ssd="120GB"`."""
     sizes = {tier: short(cell[tier]).replace(" ", "") for tier in ("ram", "ssd") if cell[tier]}
     return ", ".join(f'{name}="{value}"' for name, value in {**sizes, **_policies(cell)}.items())
 
@@ -120,13 +120,13 @@ def _policies(cell: Facts) -> dict[str, str]:
 
 
 def chosen(facts: Facts) -> Facts | None:
-    """The cell that is recommended."""
+    """Return the cell that is recommended."""
     best = facts["sizes"]["recommendation"]
     return facts["sizes"]["cells"][best["cell"]] if best else None
 
 
 def front(facts: Facts) -> list[Facts]:
-    """The cells that no cheaper one equals, and the one that is recommended, cheapest first."""
+    """Return the cells that no cheaper one equals, and the one that is recommended, cheapest first."""
     cells, best = facts["sizes"]["cells"], facts["sizes"]["recommendation"]
     indices = {*facts["sizes"]["front"], *([best["cell"]] if best else [])}
     return [cells[i] for i in sorted(indices, key=lambda i: (cells[i]["cost"], i))]
@@ -157,7 +157,7 @@ def _model_line(facts: Facts) -> str:
 
 
 def _codec_grid(facts: Facts) -> Grid:
-    """What a token and prompts take with each codec."""
+    """Return what a token and prompts take with each codec."""
     headings = ["codec", "bytes\na token", "smaller", "tokens\na GB"]
     headings += [f"{prompt['tokens'] // 1024}k\nprompt" for prompt in facts["codecs"][0]["prompts"]]
     rows = []
@@ -177,7 +177,7 @@ def _has_boundaries(facts: Facts) -> bool:
 
 
 def _mac_grid(facts: Facts) -> Grid:
-    """What Macs keep beside the weights."""
+    """Return what Macs keep beside the weights."""
     headings = ["Mac with", 'ram=\n"auto"', "room\nbeside\nweights"]
     headings += [_narrow(codec["codec"]) for codec in facts["codecs"]]
     rows = []
@@ -189,7 +189,7 @@ def _mac_grid(facts: Facts) -> Grid:
 
 
 def _narrow(codec: str) -> str:
-    """A codec's name in lines, so that all columns fit in 80."""
+    """Return a codec's name in lines, so that all columns fit in 80."""
     name, _, numbers = codec.partition(":")
     name = name.replace("turboquant", "turbo-\nquant").replace("transform", "trans-\nform")
     return f"{name}\n{numbers}" if numbers else name
@@ -227,7 +227,7 @@ def _transform_notes(codec: Facts) -> list[str]:
 
 
 def _transform_lines(facts: Facts) -> list[str]:
-    """How many more tokens fit than with TurboQuant, where both are compared."""
+    """Return how many more tokens fit than with TurboQuant, where both are compared."""
     tokens = {codec["codec"]: codec["tokens_per_gb"] for codec in facts["codecs"]}
     return [
         f"{codec['codec']} keeps {codec['tokens_per_gb'] / tokens[TURBOQUANT]:.1f} times as many tokens in a GB as "
@@ -250,7 +250,7 @@ def trace_line(facts: Facts) -> str:
 
 
 def advice_lines(facts: Facts) -> list[str]:
-    """The recommendation first, then what it is made of, and what stands against it."""
+    """Return the recommendation first, then what it is made of, and what stands against it."""
     lines, trace, context = _recommendation(facts), facts["trace"], facts["model"]["context"]
     if trace["beyond_context"]:
         lines.append(
@@ -304,7 +304,7 @@ def _recommendation(facts: Facts) -> list[str]:
 
 
 def _against(facts: Facts, advised: Facts) -> str:
-    """Why a size can't be lived with."""
+    """Return why a size can't be lived with."""
     sizes, tbw = facts["sizes"], facts["assumed"]["tbw"]
     cell = sizes["cells"][advised["cell"]]
     reasons: dict[str, Callable[[], str]] = {
@@ -336,7 +336,7 @@ def _hit_grids(facts: Facts) -> list[Grid]:
 
 
 def _front_grid(facts: Facts) -> Grid:
-    """What money buys: the sizes that no cheaper one equals."""
+    """Return what money buys: the sizes that no cheaper one equals."""
     headings = ["size", "cost", "hit\nrate", "Belady's\nbound", "of what is\npossible", "prefill\nsaved"]
     rows = []
     for cell in front(facts):
@@ -368,7 +368,7 @@ def _percentiles(ttft: Facts) -> list[str]:
 
 
 def _trace_notes(facts: Facts) -> list[str]:
-    """What the numbers assume."""
+    """Return what the numbers assume."""
     assumed, sizes, trace = facts["assumed"], facts["sizes"], facts["trace"]
     ssds = ", ".join(f"{short(rate)}/s" for rate in assumed["ssd_rates"])
     notes = [

@@ -101,7 +101,7 @@ def _object(name: str, text: bytes) -> Json:
 
 
 def _refusal(error: HTTPError) -> str:
-    """Why, in the server's words where it has some."""
+    """Return why, in the server's words where it has some."""
     try:
         return str(json.loads(error.read(1 << 16))["error"]["message"])
     except (ValueError, KeyError, TypeError, OSError):

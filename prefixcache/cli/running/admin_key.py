@@ -9,7 +9,7 @@ ADMIN_KEY = "PREFIXCACHE_ADMIN_KEY"
 
 
 def admin_key_of(key: str | None, file: Path | None) -> bytes:
-    """The key that was given, or that the variable has; b"" for none."""
+    """Return the key that was given, or that the variable has; b"" for none."""
     if key is not None and file is not None:
         raise ValueError("--admin-key with --admin-key-file: two keys; give one of them")
     if file is not None:

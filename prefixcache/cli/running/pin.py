@@ -47,11 +47,11 @@ def pin(
         print_json({"url": client.name, "done": done, "pins": pins})
         return
     out = console()
-    for one in done:
-        if "pinned_tokens" in one:
-            text = f"{one['prompt']}: {one['pinned_tokens']:,} of {many(one['tokens'], 'token')} pinned"
+    for result in done:
+        if "pinned_tokens" in result:
+            text = f"{result['prompt']}: {result['pinned_tokens']:,} of {many(result['tokens'], 'token')} pinned"
         else:
-            text = f"{one.get('prompt', 'ended')}: {many(one['ended'], 'pin')} ended"
+            text = f"{result.get('prompt', 'ended')}: {many(result['ended'], 'pin')} ended"
         out.print(foreign(text), soft_wrap=True)
     if pins:
         out.print(_table(pins))
@@ -65,7 +65,9 @@ def _table(pins: list[Json]) -> Table:
         table.add_column(heading, overflow="fold")
     for heading in ("tokens", "bytes", "pins"):
         table.add_column(heading, justify="right", no_wrap=True)
-    for one in pins:
-        whose = foreign(f"{one['model']}, {one['namespace'][:8]}")
-        table.add_row(foreign(one["name"]), whose, f"{one['tokens']:,}", size(one["nbytes"]), str(one["pins"]))
+    for pinned in pins:
+        whose = foreign(f"{pinned['model']}, {pinned['namespace'][:8]}")
+        table.add_row(
+            foreign(pinned["name"]), whose, f"{pinned['tokens']:,}", size(pinned["nbytes"]), str(pinned["pins"])
+        )
     return table

@@ -24,11 +24,11 @@ Files = Annotated[
 
 
 def read_bodies(files: list[Path]) -> list[tuple[str, dict[str, Any]]]:
-    """Where each prompt stands, and its body. Refused for a file that can't be read or has none."""
-    found = [body for file in files for body in _bodies(file)]
-    if not found:
+    """Return where each prompt stands, and its body. Refused for a file that can't be read or has none."""
+    bodies = [body for file in files for body in _bodies(file)]
+    if not bodies:
         raise Refused("no prompts: name a file that has a prompt as JSON on each line")
-    return found
+    return bodies
 
 
 def _bodies(file: Path) -> list[tuple[str, dict[str, Any]]]:

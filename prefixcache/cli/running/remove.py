@@ -32,8 +32,8 @@ def remove(
     if as_json:
         print_json({"url": client.name, "removed": removed})
         return
-    for one in removed:
-        console().print(foreign(f"{one['prompt']}: {size(one['bytes'])} deleted"), soft_wrap=True)
-        if not one["bytes"]:
-            complain(f"{one['prompt']}: nothing was stored of it")
+    for result in removed:
+        console().print(foreign(f"{result['prompt']}: {size(result['bytes'])} deleted"), soft_wrap=True)
+        if not result["bytes"]:
+            complain(f"{result['prompt']}: nothing was stored of it")
     show_now(client, removed[-1])

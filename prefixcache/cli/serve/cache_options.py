@@ -29,7 +29,7 @@ BITS = {"key_bits": "TurboQuant's bits for keys: 1, 2, 3, 4 or 8.", "value_bits"
 
 
 def with_settings(command: Command) -> Command:
-    """The command with flags for all settings in the place of its `**` parameter, which gets what was given."""
+    """Return the command with flags for all settings in the place of its `**` parameter, which gets what was given."""
     signature = inspect.signature(command, eval_str=True)
     parameters = [
         parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD
@@ -59,7 +59,7 @@ def variable(name: str) -> str:
 
 
 def values_of(name: str, field: FieldInfo) -> str | None:
-    """What a flag's value looks like, in a word; None for a flag that takes none."""
+    """Return what a flag's value looks like, in a word; None for a flag that takes none."""
     if any(isinstance(of, BeforeValidator) for of in field.metadata):
         return "SIZE"
     if field.annotation is Path or Path in get_args(field.annotation):
@@ -73,7 +73,7 @@ def values_of(name: str, field: FieldInfo) -> str | None:
 
 
 def _sentence(field: FieldInfo) -> str:
-    """The field's own words, which stand in `Settings`, and its default."""
+    """Return the field's own words, which stand in `Settings`, and its default."""
     text = field.description or ""
     if text.split(" ")[0].isalpha():  # no name of a setting or a method
         text = text[0].upper() + text[1:]
@@ -81,7 +81,7 @@ def _sentence(field: FieldInfo) -> str:
 
 
 def default_text(value: Any) -> str:
-    """A default as one would write it."""
+    """Return a default as one would write it."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int) and value >= 1 << 20:
@@ -93,7 +93,7 @@ def default_text(value: Any) -> str:
 
 
 def settings_from(flags: Flags) -> Settings:
-    """The settings that these flags mean.
+    """Return the settings that these flags mean.
 
     Bits change the codec that variables or the TOML file choose, where that is a TurboQuant, or else TurboQuant's defaults.
     ValueError, one line, names the flag or the setting that is bad, or the flags that contradict each other.
@@ -130,7 +130,7 @@ def _settings(given: dict[str, Any]) -> Settings:
 
 
 def _message(problem: Any, given: dict[str, Any]) -> str:
-    """One of pydantic's errors, with the flag's name where a flag gave the value. Those of `Settings` itself name the
+    """Return one of pydantic's errors, with the flag's name where a flag gave the value. Those of `Settings` itself name the
     setting already.
     """
     name, is_ours = ".".join(map(str, problem["loc"][:1])), problem["type"] == "value_error"

@@ -101,7 +101,7 @@ def serve(
 
 
 def _salt_key(settings: Settings) -> bytes:
-    """What keys the hashes of API keys: of a fleet, a key of its own."""
+    """Return what keys the hashes of API keys: of a fleet, a key of its own."""
     file = settings.remote_key_file
     if file is None:
         return b""
@@ -144,7 +144,7 @@ def _warm(prompts: list[WarmPrompt], salts: Salts, generator: Generator) -> None
 
 
 def _of_use(prompts: list[WarmPrompt], salts: Salts) -> list[WarmPrompt]:
-    """Those of the prompts that a request may hit."""
+    """Return those of the prompts that a request may hit."""
     hit = [prompt for prompt in prompts if prompt.salt or not salts.required]
     if len(hit) < len(prompts):
         log.warning(

@@ -199,7 +199,7 @@ class GivenModel(NamedTuple):
     tokenizer_config: dict[str, Any]
 
     def load_part(self, group: Any, *, pipeline: bool) -> Any:
-        """A rank's part of the weights."""
+        """Load a rank's part of the weights."""
         from mlx_lm.utils import sharded_load
 
         from prefixcache.upstream import any_backend, known_options
@@ -214,7 +214,7 @@ class GivenModel(NamedTuple):
             raise NotWarmed(f"--model {self.folder}: mlx-lm can't load it: {_one_line(error)}") from error
 
     def load(self) -> Any:
-        """The weights. Their code comes along where that is trusted; mlx-lm 0.31 never asks."""
+        """Load the weights. Their code comes along where that is trusted; mlx-lm 0.31 never asks."""
         from mlx_lm.utils import load_adapters, load_model
 
         from prefixcache.upstream import known_options
@@ -231,7 +231,7 @@ class GivenModel(NamedTuple):
 
 
 def _find(given: WarmOptions) -> GivenModel:
-    """The model's files, downloaded where need be, and its identity. Nothing is loaded yet."""
+    """Return the model's files, downloaded where need be, and its identity. Nothing is loaded yet."""
     from prefixcache.identity import model_identity
 
     model = given.model
@@ -282,7 +282,7 @@ def _tokenize(source: GivenModel, prompts: list[WarmPrompt], options: dict[str, 
 
 
 def _ranks(adapter: str | None) -> Ranks | None:
-    """The processes that `mlx.launch` has started for one model; None for a single one."""
+    """Return the processes that `mlx.launch` has started for one model; None for a single one."""
     import mlx.core as mx
 
     from prefixcache.ranks import Ranks

@@ -35,7 +35,7 @@ def end_keys() -> Iterator[Callable[[float], bool]]:
 
 
 def _terminal() -> int | None:
-    """The descriptor of standard input where that is a terminal whose keys are ours."""
+    """Return the descriptor of standard input where that is a terminal whose keys are ours."""
     try:
         fd = sys.stdin.fileno()
         return fd if os.isatty(fd) and os.tcgetpgrp(fd) == os.getpgrp() else None

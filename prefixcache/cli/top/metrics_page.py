@@ -104,7 +104,7 @@ class WatchedServer:
 
 
 def address(text: str) -> str:
-    """The whole address of a server's metrics. ValueError for what is none."""
+    """Return the whole address of a server's metrics. ValueError for what is none."""
     if "://" not in text:
         raise ValueError(
             f"{text!r}: not an address of a server, such as http://127.0.0.1:8080; for a cache's directory run "
@@ -167,8 +167,8 @@ def read_page(url: str, body: bytes, at: float) -> Page:
 
 
 def facts(url: str, before: Page | None, now: Page) -> Facts:
-    """All that is shown, as plain values. What happened is of the time between two pages: None with no page before, or when
-    the server was restarted meanwhile.
+    """Return all that is shown, as plain values. What happened is of the time between two pages: None with no page before, or
+    when the server was restarted meanwhile.
     """
     if before is not None and any(
         now.samples.get(key, 0) < value for key, value in before.samples.items() if key[0].endswith("_total")

@@ -139,7 +139,7 @@ def clock(when: float) -> str:
 
 
 def meter(used: float, limit: float | None) -> Text:
-    """How much of a limit is used, as a bar and in numbers; without a limit the number alone."""
+    """Return how much of a limit is used, as a bar and in numbers; without a limit the number alone."""
     if not limit:
         return Text(size(int(used)))
     share = min(max(used / limit, 0.0), 1.0)
