@@ -8,7 +8,7 @@ whatever its position is, so what enters each layer is the same, and only RoPE i
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -44,8 +44,15 @@ REFUSED_CACHES: dict[type, str] = {
 }
 
 
-def eligible_layers(model: nn.Module) -> tuple[list[Layer], dict[int, str]]:
-    """Return the layers that can be transformed, and why the others can't, by index: a short clause each.
+class Eligible(NamedTuple):
+    """The layers that can be transformed, and why the others can't, by index: a short clause each."""
+
+    layers: list[Layer]
+    left_out: dict[int, str]
+
+
+def eligible_layers(model: nn.Module) -> Eligible:
+    """Return which of the model's layers can be transformed.
 
     Runs the model a few times on single tokens.
     """
@@ -62,7 +69,7 @@ def eligible_layers(model: nn.Module) -> tuple[list[Layer], dict[int, str]]:
             layers.append(layer_or_reason)
         else:
             refused[index] = layer_or_reason
-    return layers, dict(sorted(refused.items()))
+    return Eligible(layers, dict(sorted(refused.items())))
 
 
 # -- what a layer is given at a position ------------------------------------------------------------------------------
@@ -177,13 +184,13 @@ def measure(module: nn.Module, width: int) -> Rope | None:
     """
     try:
         at_one = _turned_units(module, width, 1)
-        pairs, interleaved = _pairing(at_one)
-        frequencies, scale = _angles(at_one, pairs, interleaved)
+        pairing = _pairing(at_one)
+        frequencies, scale = _turn(at_one, pairing)
         for position in (32, 1024):
-            angles, _ = _angles(_turned_units(module, width, position), pairs, interleaved)
+            angles = _turn(_turned_units(module, width, position), pairing).angles
             turns = np.round((frequencies * position - angles) / (2 * np.pi))
             frequencies = (angles + 2 * np.pi * turns) / position
-        rotation = Rope(frequencies, interleaved, scale)
+        rotation = Rope(frequencies, pairing.interleaved, scale)
         units = np.eye(width, dtype=np.float32)[None]
         agrees = all(
             np.abs(rotation.redo(units, position)[0] - _turned_units(module, width, position)).max() < MODULE_TOLERANCE
@@ -201,24 +208,38 @@ def _turned_units(module: nn.Module, width: int, position: int) -> Array:
         return np.array(turned.astype(mx.float32)).reshape(width, width)
 
 
-def _pairing(turned: Array) -> tuple[int, bool]:
-    """Return how many pairs turn, and whether they are neighbours. ValueError where none does."""
+class _Pairing(NamedTuple):
+    """How many pairs of values turn, and whether they are neighbours."""
+
+    pairs: int
+    interleaved: bool
+
+
+def _pairing(turned: Array) -> _Pairing:
+    """Return which values turn together. ValueError where none does."""
     partners = [i for i in range(len(turned)) if turned[0, i] != 0 and i]
     if len(partners) != 1:
         raise ValueError("the first value of a head turns with no other, or with several")
     if partners[0] > 1:
-        return partners[0], False
+        return _Pairing(partners[0], False)
     changed = np.flatnonzero(np.any(turned != np.eye(len(turned)), axis=1))
-    return int(changed[-1]) // 2 + 1, True
+    return _Pairing(int(changed[-1]) // 2 + 1, True)
 
 
-def _angles(turned: Array, pairs: int, interleaved: bool) -> tuple[Array, float]:
-    """Angles of the pairs, float64 (pairs,), and by how much they lengthen. ValueError where that isn't one factor."""
-    one = np.arange(pairs) * (2 if interleaved else 1)
-    other = one + (1 if interleaved else pairs)
-    x, y = turned[one, one].astype(np.float64), turned[one, other].astype(np.float64)
+class _Turn(NamedTuple):
+    """The angles of the pairs, float64 (pairs,), and how many times as long they become."""
+
+    angles: Array
+    scale: float
+
+
+def _turn(turned: Array, pairing: _Pairing) -> _Turn:
+    """Return how the pairs turned. ValueError where they don't lengthen by one factor."""
+    first = np.arange(pairing.pairs) * (2 if pairing.interleaved else 1)
+    second = first + (1 if pairing.interleaved else pairing.pairs)
+    x, y = turned[first, first].astype(np.float64), turned[first, second].astype(np.float64)
     lengths = np.hypot(x, y)
     scale = float(lengths.mean())
     if np.ptp(lengths) > 1e-5 * scale:
         raise ValueError(f"pairs that are {lengths.min()} to {lengths.max()} times as long")
-    return np.arctan2(y, x), 1.0 if abs(scale - 1) < 1e-6 else scale
+    return _Turn(np.arctan2(y, x), 1.0 if abs(scale - 1) < 1e-6 else scale)

@@ -81,22 +81,29 @@ def simulated_fleet(workload: Workload, fleet: Fleet, progress: CellProgress) ->
     return simulate_fleet(requests, workload.state, workload.codec, fleet, block=block, progress=progress)
 
 
-def _requests(workload: Workload) -> tuple[int, Iterable[Request]]:
+class _Requests(NamedTuple):
+    """A trace's requests, and the tokens that an id of theirs stands for."""
+
+    block: int
+    requests: Iterable[Request]
+
+
+def _requests(workload: Workload) -> _Requests:
     trace = workload.trace, workload.block, workload.limit
     if workload.ids is not None and workload.ids <= FEW:
         return _read(*trace, _version(workload.trace))
     return _stream(*trace)
 
 
-def _stream(path: Path, block: int | None, limit: int | None) -> tuple[int, Iterable[Request]]:
+def _stream(path: Path, block: int | None, limit: int | None) -> _Requests:
     trace = Trace(path, block, limit=limit)
-    return trace.block, trace
+    return _Requests(trace.block, trace)
 
 
 @lru_cache(maxsize=1)
-def _read(path: Path, block: int | None, limit: int | None, _version: Any) -> tuple[int, Iterable[Request]]:
+def _read(path: Path, block: int | None, limit: int | None, _version: Any) -> _Requests:
     block, requests = _stream(path, block, limit)
-    return block, tuple(requests)
+    return _Requests(block, tuple(requests))
 
 
 def _version(path: Path) -> tuple[int, int] | None:

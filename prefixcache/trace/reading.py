@@ -190,6 +190,13 @@ def summary(trace: Iterable[Request]) -> TraceSummary:
     return TraceSummary(requests, stores, tokens, output, ids, blocks, exact, seconds, longest)
 
 
+class DistinctCount(NamedTuple):
+    """How many different ids there are, and whether that is exact."""
+
+    blocks: int
+    exact: bool
+
+
 class _Distinct:
     """How many different ids were added. All are kept while they are few; then a half, a quarter and so on, by hash."""
 
@@ -203,9 +210,9 @@ class _Distinct:
         if len(self._added) >= CHUNK:
             self._merge()
 
-    def count(self) -> tuple[int, bool]:
+    def count(self) -> DistinctCount:
         self._merge()
-        return len(self._kept) << self._halvings, not self._halvings
+        return DistinctCount(len(self._kept) << self._halvings, not self._halvings)
 
     def _merge(self) -> None:
         added = self._below(_mixed(np.array(self._added, np.int64).view(np.uint64)))

@@ -120,7 +120,14 @@ def opening(tokenizer: Any) -> list[int]:
     return whole[: places[0]] if bare and places else []
 
 
-def _groups(job: Calibration, model: nn.Module) -> tuple[list[list[Layer]], dict[int, str]]:
+class LayerGroups(NamedTuple):
+    """Groups of layers whose channels are joined, and why other layers are in none, by index."""
+
+    groups: list[list[Layer]]
+    left_out: dict[int, str]
+
+
+def _groups(job: Calibration, model: nn.Module) -> LayerGroups:
     """Groups of layers, of the model cast where the job says so; and why other layers are in no group. Refused where all are
     others. What is joined is by the dtypes that the model is served with.
     """
@@ -128,7 +135,7 @@ def _groups(job: Calibration, model: nn.Module) -> tuple[list[list[Layer]], dict
     groups, too_wide = grouped(layers)
     if job.float32:
         model.set_dtype(mx.float32)
-        cast = {layer.index: layer for layer in eligible_layers(model)[0]}
+        cast = {layer.index: layer for layer in eligible_layers(model).layers}
         groups = [[cast[layer.index] for layer in group if layer.index in cast] for group in groups]
         groups = [group for group in groups if group]
     left_out = dict(sorted({**left_out, **too_wide}.items()))
@@ -136,7 +143,7 @@ def _groups(job: Calibration, model: nn.Module) -> tuple[list[list[Layer]], dict
         raise Refused(
             f"{job.model}: no layer can be transformed ({reasons(left_out)}); serve it with --codec turboquant"
         )
-    return groups, left_out
+    return LayerGroups(groups, left_out)
 
 
 def _described(job: Calibration, read: Windows) -> str:

@@ -11,7 +11,7 @@ import statistics
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console
@@ -86,10 +86,10 @@ def describe_remote(options: EngineOptions, directory: Path | None) -> Facts:
         facts: Facts = {"remote": engine.label, **about, "answer_seconds": statistics.median(times), "key": KEYS[key]}
         if directory is not None:
             try:
-                asked, there = _of_directory(client, directory)
+                shared = _of_directory(client, directory)
             except (SsdError, OSError, sqlite3.Error) as error:
                 raise Refused(reason_of(directory, error)) from error
-            facts |= {"directory": str(directory), "asked_images": asked, "images_there": there}
+            facts |= {"directory": str(directory), **shared._asdict()}
         return facts
     except EngineError as error:
         remedy = "check the URL, the credentials and whether it runs"
@@ -102,10 +102,15 @@ def describe_remote(options: EngineOptions, directory: Path | None) -> Facts:
         client.close()
 
 
-def _of_directory(client: Client, directory: Path) -> tuple[int, int]:
-    """Of the images of a directory that were used last, those that leave it (no tails, and no windows, which may be partial):
-    how many were looked for, and how many of them are there.
-    """
+class SharedImages(NamedTuple):
+    """How many images of a directory were looked for in the engine, and how many of them are there."""
+
+    asked_images: int
+    images_there: int
+
+
+def _of_directory(client: Client, directory: Path) -> SharedImages:
+    """Look for the images of a directory that were used last and leave it: no tails, and no windows, which may be partial."""
     there = Directory(directory)
     there.require()
     with reading(there.index, live=holder(there) is not None) as connection:
@@ -119,7 +124,7 @@ def _of_directory(client: Client, directory: Path) -> tuple[int, int]:
     step, there_now = client.engine.names_at_once, 0
     for first in range(0, len(names), step):
         there_now += sum(size is not None for size in client.engine.sizes(names[first : first + step]))
-    return len(names), there_now
+    return SharedImages(len(names), there_now)
 
 
 def show_remote(out: Console, facts: Facts) -> None:

@@ -189,7 +189,7 @@ def _facts(job: EvaluationSize, reference: Reference, trials: list[Trial], text_
         "versions": {**versions, "python": platform.python_version(), "device": str(mx.default_device())},
         "depths": job.haystack_depths,
         "reference": {
-            "perplexity": _finite(_exp(mean_and_error(nll)[0])),
+            "perplexity": _finite(_exp(mean_and_error(nll).mean)),
             "windows": [{"nll": _finite(value)} for value in nll],
             **_recall(reference.right, job),
         },
@@ -200,7 +200,7 @@ def _facts(job: EvaluationSize, reference: Reference, trials: list[Trial], text_
 def _codec_facts(trial: Trial, reference_nll: list[float], job: EvaluationSize) -> Facts:
     """Return one codec's numbers. Errors are standard errors over the windows; of perplexity, to first order."""
     nll, kl, same = ([float(column.mean()) for column in columns] for columns in zip(*trial.windows, strict=True))
-    before, after = _exp(mean_and_error(reference_nll)[0]), _exp(mean_and_error(nll)[0])
+    before, after = _exp(mean_and_error(reference_nll).mean), _exp(mean_and_error(nll).mean)
     log_ratio, log_error = mean_and_error([a - b for a, b in zip(nll, reference_nll, strict=True)])
     kl_mean, kl_error = mean_and_error(kl)
     top1, top1_error = mean_and_error(same)

@@ -64,8 +64,15 @@ def read_texts(paths: Sequence[Path]) -> str:
     return "\n\n".join(texts)
 
 
-def cut(tokenizer: Any, ids: list[int], prefix: int, tokens: int, windows: int) -> tuple[list[int], list[Excerpt]]:
-    """Return a first prompt, which is stored and not measured, and the windows: evenly spaced, none overlaps another.
+class Excerpts(NamedTuple):
+    """A first prompt, which is stored and not measured, and the windows that are."""
+
+    first: list[int]
+    windows: list[Excerpt]
+
+
+def cut(tokenizer: Any, ids: list[int], prefix: int, tokens: int, windows: int) -> Excerpts:
+    """Return excerpts of a text, evenly spaced; none overlaps another.
 
     Each begins with the token that the tokenizer puts at the beginning of a text, if it has one.
     """
@@ -81,7 +88,7 @@ def cut(tokenizer: Any, ids: list[int], prefix: int, tokens: int, windows: int) 
         )
     starts = [i * (len(ids) - length) // windows for i in range(windows + 1)]
     pieces = [opening + ids[start : start + length] for start in starts]
-    return pieces[0][:prefix], [Excerpt(p[:prefix], p[prefix:-1], p[prefix + 1 :]) for p in pieces[1:]]
+    return Excerpts(pieces[0][:prefix], [Excerpt(p[:prefix], p[prefix:-1], p[prefix + 1 :]) for p in pieces[1:]])
 
 
 def _first_token(tokenizer: Any) -> list[int]:

@@ -77,12 +77,19 @@ def joined(parts: Sequence[RowScores]) -> RowScores:
     return RowScores(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 
 
-def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
-    """Return the mean of independent values, and its standard error; None from fewer than two, or where one isn't finite."""
+class Mean(NamedTuple):
+    """A mean, and its standard error; None from fewer than two values, or where one isn't finite."""
+
+    mean: float
+    error: float | None
+
+
+def mean_and_error(values: Sequence[float]) -> Mean:
+    """Return the mean of independent values."""
     mean = sum(values) / len(values)
     if len(values) < 2 or not math.isfinite(mean):
-        return mean, None
-    return mean, float(np.std(values, ddof=1)) / math.sqrt(len(values))
+        return Mean(mean, None)
+    return Mean(mean, float(np.std(values, ddof=1)) / math.sqrt(len(values)))
 
 
 # -- one text ---------------------------------------------------------------------------------------------------------

@@ -132,16 +132,13 @@ def _plan(name: str, options: ModelOptions, simulation: TracePlan | None, assume
     }
     if simulation is not None:
         spec = specs[0] if specs else DEFAULT_CODEC
-        facts["codec"] = spec
-        facts["trace"], facts["sizes"], facts["fleet"] = _simulate(state, sizes[spec], simulation, assumed)
+        facts |= {"codec": spec, **_simulate(sizes[spec], simulation, assumed)}
     return facts
 
 
-def _simulate(
-    state: ModelState, sizes: StateSizes, simulation: TracePlan, assumed: Assumed
-) -> tuple[Facts, Facts, Facts | None]:
-    """Facts of the trace, of the sizes, and of the fleets, if any. An endless cache is simulated first: its bytes are the
-    largest size that is worth a try, and its hits are what is possible.
+def _simulate(sizes: StateSizes, simulation: TracePlan, assumed: Assumed) -> Facts:
+    """Return facts of the "trace", of the "sizes", and of the "fleet", None without one. An endless cache is simulated
+    first: its bytes are the largest size that is worth a try, and its hits are what is possible.
     """
     from prefixcache.cli.plan.facts import capacities, grid, outcome_facts, ram_ladder, ssd_ladder, trace_facts
     from prefixcache.planning.bound import best_at
@@ -153,7 +150,7 @@ def _simulate(
     totals = summary(trace)
     lines = totals.requests + totals.stores
     workload = Workload(
-        simulation.trace, state, sizes.codec, trace.block, simulation.limit, requests=lines, ids=totals.ids
+        simulation.trace, sizes.state, sizes.codec, trace.block, simulation.limit, requests=lines, ids=totals.ids
     )
     with bar("an endless cache") as show:
         (endless,) = sweep(workload, [Cell(ENDLESS)], processes=1, progress=show)
@@ -170,11 +167,11 @@ def _simulate(
         known = Known(dict(zip(cells, outcomes, strict=True)), most)
         fleets = _fleets(workload, cells, known, sizes, simulation.fleet, assumed)
     bounds = best_at(trace, capacities(cells, sizes.bytes_per_token, trace.block))
-    return (
-        trace_facts(trace, totals, endless.asked, state.context),
-        outcome_facts(outcomes, bounds, endless, sizes, totals.longest, assumed),
-        fleets,
-    )
+    return {
+        "trace": trace_facts(trace, totals, endless.asked, sizes.state.context),
+        "sizes": outcome_facts(outcomes, bounds, endless, sizes, totals.longest, assumed),
+        "fleet": fleets,
+    }
 
 
 def _fleets(

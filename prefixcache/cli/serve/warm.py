@@ -308,13 +308,20 @@ def _errors_of(ranks: Ranks | None) -> Iterator[None]:
         raise NotWarmed(f"rank {ranks.rank} can't go on: {_one_line(error)}; what was stored is kept") from error
 
 
+class WarmResult(NamedTuple):
+    """What was done, and how many prompts the directory doesn't hold whole."""
+
+    done: Warmed
+    lost: int
+
+
 def _warm(
     settings: Settings,
     source: GivenModel,
     sequences: list[WarmSequence],
     given: WarmOptions,
     ranks: Ranks | None,
-) -> tuple[Warmed, int]:
+) -> WarmResult:
     """Warm them, and count those that the directory doesn't hold whole, as the next process will find it."""
     from mlx_lm.generate import wired_limit
 
@@ -352,12 +359,12 @@ def _warm(
                 raise NotWarmed(f"--model {source.folder}: its prompt cache can't be kept: {error}") from error
             show(total, what="writing")
         if not done.computed or ranks is not None:  # ranks would have to open it together
-            return done, done.unkept
+            return WarmResult(done, done.unkept)
         try:
             with _open(settings, group) as cache:
-                return done, unkept(cache, sequences, model=name)
+                return WarmResult(done, unkept(cache, sequences, model=name))
         except DirectoryHeld:  # a server was quicker
-            return done, done.unkept
+            return WarmResult(done, done.unkept)
 
 
 def _open(settings: Settings, group: Any) -> PrefixCache:
