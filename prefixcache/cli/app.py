@@ -16,14 +16,13 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from prefixcache.cli.back_end import refuse_without
 from prefixcache.cli.directory.clear import clear
 from prefixcache.cli.directory.inspect import inspect
 from prefixcache.cli.directory.prune import prune
 from prefixcache.cli.directory.reconcile import reconcile
 from prefixcache.cli.running.pin import pin
 from prefixcache.cli.running.remove import remove
-from prefixcache.cli.text import complain, mute
+from prefixcache.cli.text import complain, mute, refuse_without
 
 LATER = {  # by name, the module that has the function of that name
     "calibrate": "prefixcache.cli.calibrate.command",

@@ -92,3 +92,15 @@ def many(number: int, noun: str) -> str:
     """ "1 block", "1,234 blocks"; "1 branch", "2 branches"."""
     plural = f"{noun}es" if noun.endswith(("s", "x", "ch")) else f"{noun}s"
     return f"{number:,} {noun if number == 1 else plural}"
+
+
+def refuse_without(error: BaseException) -> None:
+    """Where this error is that mlx.core can't be loaded, as after a plain `pip install prefixcache` on Linux: say which extra
+    to install, in a line, and end with 1. Every command that needs MLX ends so.
+    """
+    if isinstance(error, ImportError) and (error.name in ("mlx", "mlx.core") or "libmlx" in str(error)):
+        complain(
+            'MLX has no back end here: on Linux run pip install "prefixcache[cpu]", or "prefixcache[cuda]" for an NVIDIA GPU '
+            f"({error})"
+        )
+        raise typer.Exit(1) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from dataclasses import replace
 from functools import cache
@@ -132,18 +133,15 @@ def test_the_fisher_metric_is_that_of_finite_differences(name, at):
     window, prefix, head, step = windows_of(18)[0], 9, 1, 2e-2
     gathered = collect(model, [[layer]], [window], HELD_BACK, Collection(draws=1))
 
-    def filled() -> list[Any]:
-        prompt_cache = make_prompt_cache(model)
-        mx.eval(model(mx.array([window[:prefix]]), cache=prompt_cache))
-        return prompt_cache
-
-    drawn = said(model, filled(), window[prefix:], None, seed=0)
+    filled = make_prompt_cache(model)
+    mx.eval(model(mx.array([window[:prefix]]), cache=filled))
+    drawn = said(model, copy.deepcopy(filled), window[prefix:], None, seed=0)
     for part, width in (("keys", layer.key_width), ("values", layer.value_width)):
         gradients = np.zeros((prefix - SINKS, width))
         for token in range(SINKS, prefix):
             for channel in range(width):
                 for sign in (1, -1):
-                    prompt_cache = filled()
+                    prompt_cache = copy.deepcopy(filled)
                     rows = getattr(prompt_cache[layer.index], part)
                     changed = np.array(rows[0, :, :prefix]).swapaxes(0, 1)
                     if part == "keys":

@@ -422,38 +422,22 @@ def test_a_key_ends_it_and_leaves_the_terminal_as_it_was(cache, pressed):
     assert "Traceback" not in said
 
 
-def test_sigterm_leaves_the_terminal_as_it_was(cache):
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_in_a_terminal_of_80_columns_it_redraws_without_colour_and_leaves_it_as_it_was(cache, signum):
     with serving(lambda: render(CacheCollector(cache))) as served:
         process, mine, its = top_in_terminal(served.url, *QUICK)
         try:
             before = termios.tcgetattr(its)[3] & LOCAL
-            wait_for(lambda: not termios.tcgetattr(its)[3] & termios.ICANON, "a terminal that sends each key")
-            process.send_signal(signal.SIGTERM)
-            in_terminal(mine, lambda said: "\x1b[?25h" in said)
-            assert process.wait(60) == 143
+            said = in_terminal(mine, lambda said: said.count("hit rate") >= 4)
+            assert not termios.tcgetattr(its)[3] & termios.ICANON
+            process.send_signal(signum)
+            said += in_terminal(mine, lambda said: "\x1b[?25h" in said)
+            assert process.wait(60) == (0 if signum == signal.SIGINT else 143)
             assert termios.tcgetattr(its)[3] & LOCAL == before
         finally:
             process.kill()
             os.close(its)
             os.close(mine)
-
-
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_in_a_terminal_of_80_columns_it_redraws_without_colour_and_leaves_the_cursor(cache, signum):
-    mine, its = pty.openpty()
-    environment = {**os.environ, "TERM": "xterm", "NO_COLOR": "1", "COLUMNS": "80", "LINES": "24"}
-    try:
-        with serving(lambda: render(CacheCollector(cache))) as served:
-            process = subprocess.Popen(
-                [*COMMAND, "top", served.url, *QUICK], stdin=its, stdout=its, stderr=its, env=environment
-            )
-            said = in_terminal(mine, lambda said: said.count("hit rate") >= 4)
-            process.send_signal(signum)
-            said += in_terminal(mine, lambda said: "\x1b[?25h" in said)
-            assert process.wait(60) == (0 if signum == signal.SIGINT else 143)
-    finally:
-        os.close(its)
-        os.close(mine)
     assert "\x1b[?25h" in said  # the cursor is back
     assert "Traceback" not in said
     assert not [code for code in ("\x1b[31m", "\x1b[32m", "\x1b[33m") if code in said]

@@ -16,6 +16,7 @@ from prefixcache.codecs.transform.bases import Bases
 from prefixcache.codecs.transform.basis import Basis
 from prefixcache.codecs.transform.codec import Calibrated
 from prefixcache.layers.image_layout import read
+from prefixcache.memory import collector_at_rest
 from prefixcache.planning.model import ModelState
 from prefixcache.planning.outcome import Cell
 from prefixcache.planning.simulator import Simulation, simulate, tokens_of
@@ -245,11 +246,12 @@ def blocks_hit(name: str, room: int) -> float:
     ram = (room * 64 + 32) * probe.storage.budget.held().total // 64 // 64
     whole = (request._replace(tokens=256 * len(request.ids)) for request in Trace(TRACES / f"{name}.jsonl.gz"))
     run, hits, asked = Simulation(state, codec, Cell(ram)), 0, 0
-    for request in whole:
-        prompt = run.prompt(tokens_of(request, 256))
-        hits += run.fetch(prompt, leave=0) // 256
-        asked += len(request.ids)
-        run.store(prompt)
+    with collector_at_rest():
+        for request in whole:
+            prompt = run.prompt(tokens_of(request, 256))
+            hits += run.fetch(prompt, leave=0) // 256
+            asked += len(request.ids)
+            run.store(prompt)
     return hits / asked
 
 

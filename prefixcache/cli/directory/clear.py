@@ -13,7 +13,7 @@ from prefixcache.cli.directory.argument import Target, errors_told
 from prefixcache.cli.options import AsJson, DryRun, flags_of, with_options
 from prefixcache.cli.progress import bar
 from prefixcache.cli.running.admin_client import AdminClient
-from prefixcache.cli.running.deletion import delete_images
+from prefixcache.cli.running.remove import delete_images
 from prefixcache.cli.running.tenant import TenantOptions
 from prefixcache.cli.text import complain, console, foreign, many, print_json, refusing, safe, size
 from prefixcache.ssd import Cleared

@@ -19,7 +19,7 @@ from prefixcache.cli.directory.argument import Target, errors_told
 from prefixcache.cli.options import AsJson, DryRun, flags_of, with_options
 from prefixcache.cli.progress import bar
 from prefixcache.cli.running.admin_client import AdminClient
-from prefixcache.cli.running.deletion import delete_images, show_now
+from prefixcache.cli.running.remove import delete_images, show_now
 from prefixcache.cli.running.tenant import TenantOptions
 from prefixcache.cli.text import Refused, complain, console, foreign, many, print_json, refusing, size
 from prefixcache.store_fetch_remove.prune_directory import Pruned

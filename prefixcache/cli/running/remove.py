@@ -1,12 +1,13 @@
-"""`prefixcache remove`: prompts, and all that begins with them, are deleted from a running server."""
+"""`prefixcache remove`: prompts, and all that begins with them, are deleted from a running server; so is what `clear` and
+`prune` select with --url.
+"""
 
 from __future__ import annotations
 
 from prefixcache.cli.options import AsJson
-from prefixcache.cli.running.admin_client import AdminClient, KeyFile, Url
-from prefixcache.cli.running.deletion import show_now
+from prefixcache.cli.running.admin_client import AdminClient, Json, KeyFile, Url
 from prefixcache.cli.running.prompts import Files, read_bodies
-from prefixcache.cli.text import Refused, complain, console, foreign, print_json, refusing, size
+from prefixcache.cli.text import Refused, complain, console, foreign, many, print_json, refusing, size
 
 
 def remove(
@@ -37,3 +38,23 @@ def remove(
         if not result["bytes"]:
             complain(f"{result['prompt']}: nothing was stored of it")
     show_now(client, removed[-1])
+
+
+def delete_images(client: AdminClient, selection: Json, *, as_json: bool) -> Json:
+    """Delete what the fields select, show it, and return the server's answer."""
+    deleted = client.ask("DELETE", "images", selection)
+    if as_json:
+        print_json({"url": client.name, **deleted})
+        return deleted
+    out = console()
+    out.print(foreign(f"{client.name}: deleted {many(deleted['images'], 'image')}, {size(deleted['bytes'])}"))
+    if deleted["held"]:
+        out.print(f"{many(deleted['held'], 'image')} stayed: pinned, or needed by images that stay")
+    show_now(client, deleted)
+    return deleted
+
+
+def show_now(client: AdminClient, now: Json) -> None:
+    """What the server's RAM and SSD hold afterwards."""
+    ssd = f"; SSD: {size(now['ssd_bytes'])} used" if now["ssd_bytes"] is not None else ""
+    console().print(f"RAM: {size(now['ram_bytes'])} held{ssd}", soft_wrap=True)

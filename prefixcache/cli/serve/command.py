@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from prefixcache.cli.back_end import refuse_without
 from prefixcache.cli.options import flag_of, with_options
 from prefixcache.cli.progress import bar
 from prefixcache.cli.serve.cache_options import BITS, settings_from, with_settings
 from prefixcache.cli.serve.options import AdminOptions, RequestOptions, RunOptions
-from prefixcache.cli.text import complain
+from prefixcache.cli.text import complain, refuse_without
 from prefixcache.remote.sealing import FleetKey
 from prefixcache.settings import Settings
 from prefixcache.ssd import DirectoryError
