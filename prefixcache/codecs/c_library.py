@@ -29,10 +29,10 @@ def load(name: str, sizes: Sequence[tuple[str, int]]) -> tuple[ctypes.CDLL | Non
         return None, "not for big-endian machines"
     try:
         library = ctypes.CDLL(str(path))
-        found = [getattr(library, function)() for function, _ in sizes]
+        built_with = [getattr(library, function)() for function, _ in sizes]
     except (OSError, AttributeError) as error:
         return None, f"not loadable: {error}"
-    if found != [size for _, size in sizes]:
+    if built_with != [size for _, size in sizes]:
         return None, "built from other sources than these; install the package again"
     return library, ""
 

@@ -104,10 +104,10 @@ def writable(shape: tuple[int, ...], dtype: str) -> tuple[mx.array, Array]:
     be written before MLX is given anything to do with the array. On the CPU."""
     kind = element(dtype)
     carrier, _ = _CARRIERS[kind.numpy.itemsize]
-    made = mx.zeros(shape, carrier)
-    if made.size == 0:
-        return made, np.zeros(shape, kind.numpy)
-    return made, np.asarray(made).view(kind.numpy)
+    array = mx.zeros(shape, carrier)
+    if array.size == 0:
+        return array, np.zeros(shape, kind.numpy)
+    return array, np.asarray(array).view(kind.numpy)
 
 
 def as_float32(rows: Array, dtype: str) -> Array:

@@ -36,8 +36,8 @@ class PackedLevels(NamedTuple):
     @classmethod
     def joined(cls, several: Sequence[PackedLevels]) -> PackedLevels:
         """One after the other, by heads. All have a mean, or none."""
-        means = [one.mean for one in several if one.mean is not None]
-        return cls(np.concatenate(means) if means else None, np.concatenate([one.steps for one in several]))
+        means = [levels.mean for levels in several if levels.mean is not None]
+        return cls(np.concatenate(means) if means else None, np.concatenate([levels.steps for levels in several]))
 
 
 class LazyLevels(NamedTuple):

@@ -103,10 +103,10 @@ def _launched(pieces: list[Piece], heads: int, capacity: int, width: int, dtype:
         return mx.zeros((heads, capacity, width), element(dtype).mlx)
     if end < capacity:
         parts.append(mx.zeros((heads, capacity - end, width), element(dtype).mlx))
-    made = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=1)
+    buffer = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=1)
     # Begun at once: the GPU works while the next stream's codes are gathered, and MLX can use the memory of these again.
-    mx.async_eval(made)
-    return made
+    mx.async_eval(buffer)
+    return buffer
 
 
 def _decode_run(run: list[Piece], heads: int, rows: int, width: int) -> mx.array:

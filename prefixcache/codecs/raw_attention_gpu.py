@@ -52,9 +52,9 @@ def _kind(
 
 @lru_cache(maxsize=1)
 def _nothing() -> mx.array:
-    made = mx.zeros((1,))
-    mx.eval(made)
-    return made
+    nothing = mx.zeros((1,))
+    mx.eval(nothing)
+    return nothing
 
 
 def attend(uncoded: UncodedRows, coded: AttentionPart, call: AttentionCall) -> mx.array:

@@ -122,9 +122,9 @@ def class_path(cls: type) -> str:
 
 def blank(cls: Any, attributes: dict[str, Any]) -> Any:
     """An object of a class with these attributes, made without its constructor."""
-    made = cls.__new__(cls)
-    made.__dict__.update(attributes)
-    return made
+    cache = cls.__new__(cls)
+    cache.__dict__.update(attributes)
+    return cache
 
 
 def _constants(cache: Any, growing: Iterable[str], at: str) -> dict[str, Any]:
@@ -222,16 +222,16 @@ class Sliceable(Adapter):
         return boundary if not self.spare else -(-(boundary + room + BLOCK) // BLOCK) * BLOCK
 
     def make(self, cls: type, layout: Layout, boundary: int, streams: dict[str, mx.array]) -> Any:
-        made = blank(cls, layout["attrs"])
-        made.keys = made.values = None
-        made.offset = _offset(layout, boundary)
+        cache = blank(cls, layout["attrs"])
+        cache.keys = cache.values = None
+        cache.offset = _offset(layout, boundary)
         for part in PARTS if streams else ():
             if self.exact:
                 rows = [streams[name] for name in sorted(streams) if name.startswith(part + ".")]
-                setattr(made, part, tuple(rows))
+                setattr(cache, part, tuple(rows))
             else:
-                setattr(made, part, streams[part])
-        return made
+                setattr(cache, part, streams[part])
+        return cache
 
 
 class Compressed(Adapter):
@@ -262,8 +262,8 @@ class Compressed(Adapter):
         return Leaf(layout, layer.rows, ((0, layer.rows),), arrays, codes=codes)
 
     def arrays(self, cache: Any) -> list[mx.array]:
-        made: list[mx.array] = cache._layer.arrays()
-        return made
+        arrays: list[mx.array] = cache._layer.arrays()
+        return arrays
 
 
 class Rotating(Adapter):
@@ -317,14 +317,14 @@ class Rotating(Adapter):
         return min(boundary, layout["window"][0])
 
     def make(self, cls: type, layout: Layout, boundary: int, streams: dict[str, mx.array]) -> Any:
-        made = blank(cls, layout["attrs"])
-        made.keys, made.values = streams.get("keys"), streams.get("values")
-        made.offset = _offset(layout, boundary)
-        made._idx = made.keys.shape[2] if streams else made.offset
+        cache = blank(cls, layout["attrs"])
+        cache.keys, cache.values = streams.get("keys"), streams.get("values")
+        cache.offset = _offset(layout, boundary)
+        cache._idx = cache.keys.shape[2] if streams else cache.offset
         size, keep, _ = layout["window"]
         if streams and boundary > size:
-            made._missing = boundary - size + keep
-        return made
+            cache._missing = boundary - size + keep
+        return cache
 
 
 class Chunked(Adapter):
@@ -358,11 +358,11 @@ class Chunked(Adapter):
         return max(-(-(boundary - Window(*layout["window"]).first(boundary)) // BLOCK), 1) * BLOCK
 
     def make(self, cls: type, layout: Layout, boundary: int, streams: dict[str, mx.array]) -> Any:
-        made = blank(cls, layout["attrs"])
-        made.keys, made.values = streams.get("keys"), streams.get("values")
-        made.offset = _offset(layout, boundary)
-        made.start_position = Window(*layout["window"]).first(made.offset)
-        return made
+        cache = blank(cls, layout["attrs"])
+        cache.keys, cache.values = streams.get("keys"), streams.get("values")
+        cache.offset = _offset(layout, boundary)
+        cache.start_position = Window(*layout["window"]).first(cache.offset)
+        return cache
 
 
 class Snapshot(Adapter):

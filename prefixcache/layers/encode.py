@@ -261,22 +261,22 @@ class Gpu(Way):
         firsts = [t.first_measured - t.first for t in targets] if wanted is None and group.steps else []
         known = [whole.of(first, len(rows)) for whole in wanted or () if whole is not None]
         decoding = self._back is not None and targets[0].whole
-        made = group.codec.encode_blocks(rows, len(targets), known, firsts, decoding)
+        encoded = group.codec.encode_blocks(rows, len(targets), known, firsts, decoding)
 
         def copy(start: int, end: int) -> None:
             for i in range(start, end):
                 target = targets[i]
-                for name, plane in zip(group.names, made.planes, strict=True):
+                for name, plane in zip(group.names, encoded.planes, strict=True):
                     target.tensors[name][target.rows, heads] = plane[i]
-                if made.levels is not None:
-                    levels.write(group, target.tensors, made.levels.block(i))
+                if encoded.levels is not None:
+                    levels.write(group, target.tensors, encoded.levels.block(i))
 
-        share_out(len(targets), 1, sum(plane.nbytes for plane in made.planes) // WORTH_A_THREAD, copy)
-        if self._back is not None and made.decoded is not None:
+        share_out(len(targets), 1, sum(plane.nbytes for plane in encoded.planes) // WORTH_A_THREAD, copy)
+        if self._back is not None and encoded.decoded is not None:
             at = 0
             for start, last in merged([(target.first, target.last) for target in targets]):
                 for member in members:
-                    decoded = made.decoded[member.head - first :][: member.heads, at : at + last - start]
+                    decoded = encoded.decoded[member.head - first :][: member.heads, at : at + last - start]
                     self._back.add(member, start, decoded, targets[0].exact)
                 at += last - start
 

@@ -60,16 +60,16 @@ def is_finite(values: Array, dtype: str) -> bool:
 
 def first_not_finite(leaves: Sequence[Leaf], first: int, last: int) -> NotFinite | None:
     """The first token, of `first` to `last` (not included), of which a leaf holds a row that isn't finite."""
-    rows = [each for leaf, one in enumerate(leaves) for each in _rows_of(leaf, one, first, last)]
+    rows = [each for number, leaf in enumerate(leaves) for each in _rows_of(number, leaf, first, last)]
     if _all_finite(rows):
         return None
-    found = []
+    lost = []
     for each in rows:  # it is rare: that the rows are looked at twice doesn't matter
         finite = mx.isfinite(each.taken())
         tokens = np.array(mx.all(finite, axis=[axis for axis in range(finite.ndim) if axis != 2]))
         if not tokens.all():
-            found.append(NotFinite(each.leaf, each.first + int(tokens.argmin())))
-    return min(found, key=lambda one: one.token or 0)
+            lost.append(NotFinite(each.leaf, each.first + int(tokens.argmin())))
+    return min(lost, key=lambda row: row.token or 0)
 
 
 def state_not_finite(leaves: Sequence[Leaf]) -> NotFinite | None:

@@ -45,8 +45,8 @@ class CacheForm:
         known = self._differences.get(layout)
         if known is None:
             stored = _layers(json.loads(layout))
-            found = [_difference(stored, made) for made in self._alike]
-            known = self._differences[layout] = "" if "" in found else found[0]
+            differences = [_difference(stored, given) for given in self._alike]
+            known = self._differences[layout] = "" if "" in differences else differences[0]
         return known
 
     def learn(self, layout: Layout) -> None:
@@ -58,28 +58,28 @@ def _layers(layout: Layout) -> list[Layout]:
     return [layout["kinds"][kind] for kind in layout["layers"]]
 
 
-def _difference(stored: list[Layout], made: list[Layout]) -> str:
-    if len(stored) != len(made):
-        return f"{len(stored)} layers, not {len(made)}"
-    found = (
-        text for at, pair in enumerate(zip(stored, made, strict=True)) for text in _differing(f"layer {at}", *pair)
+def _difference(stored: list[Layout], given: list[Layout]) -> str:
+    if len(stored) != len(given):
+        return f"{len(stored)} layers, not {len(given)}"
+    differences = (
+        text for at, pair in enumerate(zip(stored, given, strict=True)) for text in _differing(f"layer {at}", *pair)
     )
-    return next(found, "")
+    return next(differences, "")
 
 
-def _differing(at: str, stored: Layout, made: Layout) -> Iterator[str]:
+def _differing(at: str, stored: Layout, given: Layout) -> Iterator[str]:
     """In words, where a stored layer is of another form than one that the caller makes."""
-    if (stored["class"], stored["kind"]) != (made["class"], made["kind"]):
-        yield f"{at} is a {_name(stored)}, not a {_name(made)}"
+    if (stored["class"], stored["kind"]) != (given["class"], given["kind"]):
+        yield f"{at} is a {_name(stored)}, not a {_name(given)}"
     elif stored["kind"] == "list":
-        if len(stored["children"]) != len(made["children"]):
-            yield f"{at} has {len(stored['children'])} caches, not {len(made['children'])}"
-        for number, pair in enumerate(zip(stored["children"], made["children"], strict=False)):
+        if len(stored["children"]) != len(given["children"]):
+            yield f"{at} has {len(stored['children'])} caches, not {len(given['children'])}"
+        for number, pair in enumerate(zip(stored["children"], given["children"], strict=False)):
             yield from _differing(f"{at}.{number}", *pair)
-    elif stored.get("attrs") != made.get("attrs"):
-        yield f"{at} ({_name(stored)}) has {_words(stored['attrs'])}, not {_words(made['attrs'])}"
-    elif made.get("streams") and stored.get("streams") != made["streams"]:
-        yield f"{at} ({_name(stored)}) has rows of {_rows(stored)}, not of {_rows(made)}"
+    elif stored.get("attrs") != given.get("attrs"):
+        yield f"{at} ({_name(stored)}) has {_words(stored['attrs'])}, not {_words(given['attrs'])}"
+    elif given.get("streams") and stored.get("streams") != given["streams"]:
+        yield f"{at} ({_name(stored)}) has rows of {_rows(stored)}, not of {_rows(given)}"
 
 
 def _name(layer: Layout) -> str:

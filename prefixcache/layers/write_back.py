@@ -71,11 +71,11 @@ class WriteBack:
         """Add what a block's window image has of the tokens that the live cache holds."""
         plan, sunk = self._plan, self._plan.sunk(start)
         for w, section in enumerate(plan.windowed):
-            held = mask[w] & held_mask(self._held[w], start, plan.windows[w].keep, self._limit)
-            for (first, _), (_, rows) in zip(runs_of(held), row_pairs(held, held, mask[w]), strict=True):
+            present = mask[w] & held_mask(self._held[w], start, plan.windows[w].keep, self._limit)
+            for (first, _), (_, rows) in zip(runs_of(present), row_pairs(present, present, mask[w]), strict=True):
                 self.decode_section(section, start + first, tensors, rows)
-            sinks = held & sunk
-            for (first, _), (_, rows) in zip(runs_of(sinks), row_pairs(sinks, held, mask[w] & sunk), strict=True):
+            sinks = present & sunk
+            for (first, _), (_, rows) in zip(runs_of(sinks), row_pairs(sinks, present, mask[w] & sunk), strict=True):
                 self.decode_section(plan.window_sinks[w], start + first, tensors, rows)
 
     def decode_joined(self, groups: Sequence[Sequence[tuple[int, Codes]]]) -> None:

@@ -20,19 +20,19 @@ def merged(singles: Sequence[CodedLayer]) -> CodedLayer:
     singles = _ready([_with_sequences(layer, 1) for layer in singles])
     rows = max(layer.rows for layer in singles)
     pads = [rows - layer.rows for layer in singles]
-    made = _batch_of(singles, Alignment(rows, tuple(pads)), pads)
-    if made.kind is None:
-        return made
+    batch = _batch_of(singles, Alignment(rows, tuple(pads)), pads)
+    if batch.kind is None:
+        return batch
     counts = [layer.rows for layer in singles]
-    if made.waiting is not None:
+    if batch.waiting is not None:
         waiting = [layer.waiting or NO_ROWS for layer in singles]
-        made.waiting = RowBuffer.stacked(list(zip(waiting, counts, strict=True)))
-        made.settle_when_ready()
-        return made
-    made.codes = CodeBuffer.stacked([(layer.codes, layer.rows) for layer in singles])
-    if made.attends == "buffer":
-        made.decoded = RowBuffer.stacked([(layer.decoded, layer.rows) for layer in singles])
-    return made
+        batch.waiting = RowBuffer.stacked(list(zip(waiting, counts, strict=True)))
+        batch.settle_when_ready()
+        return batch
+    batch.codes = CodeBuffer.stacked([(layer.codes, layer.rows) for layer in singles])
+    if batch.attends == "buffer":
+        batch.decoded = RowBuffer.stacked([(layer.decoded, layer.rows) for layer in singles])
+    return batch
 
 
 def joined(first: CodedLayer, second: CodedLayer) -> CodedLayer:
@@ -41,18 +41,18 @@ def joined(first: CodedLayer, second: CodedLayer) -> CodedLayer:
     rows = max(first.rows, second.rows)
     shifts = [rows - layer.rows for layer in both for _ in layer.pads]
     pads = [pad + n for pad, n in zip((*first.pads, *second.pads), shifts, strict=True)]
-    made = _batch_of(both, Alignment(rows, tuple(pads)), shifts)
-    if made.kind is None:
-        return made
+    batch = _batch_of(both, Alignment(rows, tuple(pads)), shifts)
+    if batch.kind is None:
+        return batch
     where = first.rows, first.batch
-    if made.waiting is not None:
+    if batch.waiting is not None:
         waiting, other = first.waiting or NO_ROWS, second.waiting or NO_ROWS
-        made.waiting = waiting.joined(*where, other, second.rows, second.batch)
-        made.settle_when_ready()
-        return made
-    made.codes = first.codes.joined(*where, second.codes, second.rows, second.batch)
-    made.decoded = first.decoded.joined(*where, second.decoded, second.rows, second.batch)
-    return made
+        batch.waiting = waiting.joined(*where, other, second.rows, second.batch)
+        batch.settle_when_ready()
+        return batch
+    batch.codes = first.codes.joined(*where, second.codes, second.rows, second.batch)
+    batch.decoded = first.decoded.joined(*where, second.decoded, second.rows, second.batch)
+    return batch
 
 
 def _with_sequences(layer: CodedLayer, batch: int) -> CodedLayer:
@@ -133,9 +133,9 @@ def sequence(layer: CodedLayer, b: int) -> CodedLayer:
     pad, count = layer.pads[b], layer.alignment.tokens_of(b)
     runs = layer.runs[b : b + 1]
     if not count:
-        made = CodedLayer.empty(layer.choice, layer.attends, layer.shared, layer.number, [0])
-        made.runs, made.waiting = runs, made.waiting if layer.waiting is not None else None
-        return made
+        empty = CodedLayer.empty(layer.choice, layer.attends, layer.shared, layer.number, [0])
+        empty.runs, empty.waiting = runs, empty.waiting if layer.waiting is not None else None
+        return empty
     rows = slice(pad, pad + count)
     return layer.changed(
         alignment=Alignment(count, (0,)),
@@ -153,13 +153,13 @@ def turned_left(layer: CodedLayer, right: Sequence[int]) -> CodedLayer:
     """Where each sequence has so many rows of padding on its right: with them on its left."""
     old, shifts = layer.alignment, mx.array(list(right))
     pads = tuple(pad + more for pad, more in zip(old.pads, right, strict=True))
-    made = layer.changed(
+    turned = layer.changed(
         alignment=Alignment(old.rows, pads),
         recent=layer.recent.renumbered(right, old.all_ends(), old.rows),
         waiting=layer.waiting.rolled(shifts) if layer.waiting is not None else None,
         codes=layer.codes.rolled(shifts),
         decoded=layer.decoded.rolled(shifts),
     )
-    if made.waiting is not None and made.waiting.arrays is not None:
-        made.settle_when_ready()
-    return made
+    if turned.waiting is not None and turned.waiting.arrays is not None:
+        turned.settle_when_ready()
+    return turned

@@ -72,10 +72,10 @@ class RowBuffer(NamedTuple):
     def overwritten(self, sequence: int, rows: slice, new: Two) -> Self:
         """With other rows, (1, heads, n, width), in place of these of a sequence."""
         assert self.arrays is not None
-        made = copy.copy(self.arrays[0]), copy.copy(self.arrays[1])
-        for array, part in zip(made, new, strict=True):
+        arrays = copy.copy(self.arrays[0]), copy.copy(self.arrays[1])
+        for array, part in zip(arrays, new, strict=True):
             array[sequence : sequence + 1, :, rows] = part
-        return type(self)(made)
+        return type(self)(arrays)
 
     # -- of batches --
 
@@ -147,14 +147,14 @@ class FirstRows(NamedTuple):
 
     def put(self, keys: mx.array, values: mx.array, at: int, pads: Sequence[int]) -> FirstRows:
         """With those of these rows, the first of which is row `at`, that are among a sequence's first."""
-        made, count = self.arrays, keys.shape[2]
+        arrays, count = self.arrays, keys.shape[2]
         for b, pad in enumerate(pads):
             first, last = max(at, pad), min(at + count, pad + self.size)
             if first < last:
-                made = made or _zeros(keys, values, self.size)
+                arrays = arrays or _zeros(keys, values, self.size)
                 into, out = slice(first - pad, last - pad), slice(first - at, last - at)
-                made = _written(made, b, into, (keys[b, :, out], values[b, :, out]))
-        return self if made is self.arrays else FirstRows(self.size, made)
+                arrays = _written(arrays, b, into, (keys[b, :, out], values[b, :, out]))
+        return self if arrays is self.arrays else FirstRows(self.size, arrays)
 
     def sequence(self, b: int) -> FirstRows:
         if self.arrays is None:
@@ -191,13 +191,13 @@ class RecentRows(NamedTuple):
         """With those of these rows, the first of which is row `at`, that are among a sequence's last before `ends`."""
         if not self.size:
             return self
-        made = self.arrays or _zeros(keys, values, self.size)
+        arrays = self.arrays or _zeros(keys, values, self.size)
         together = len(set(ends)) == 1  # as always but for padding on the right
         for b, end in [(ALL, ends[0])] if together else list(enumerate(ends)):
             for low, high, place in places(max(at, end - self.size), end, self.size):
                 into, out = slice(place, place + high - low), slice(low - at, high - at)
-                made = _written(made, b, into, (keys[b, :, out], values[b, :, out]))
-        return RecentRows(self.size, self.floors, made)
+                arrays = _written(arrays, b, into, (keys[b, :, out], values[b, :, out]))
+        return RecentRows(self.size, self.floors, arrays)
 
     def put_one(self, keys: mx.array, values: mx.array, at: int) -> RecentRows:
         """With row `at` of every sequence. `put` of one row, without asking."""
@@ -303,11 +303,11 @@ def _put(buffer: mx.array | None, new: mx.array, at: int) -> mx.array:
 
 
 def _written(arrays: Two, b: int | slice, into: slice, rows: Two) -> Two:
-    made = copy.copy(arrays[0]), copy.copy(arrays[1])
-    for array, new in zip(made, rows, strict=True):
+    written = copy.copy(arrays[0]), copy.copy(arrays[1])
+    for array, new in zip(written, rows, strict=True):
         # Rows that fill the array are copied: as a view they would take its place, and keep a whole prefill alive.
         array[b, :, into] = new * 1 if new.shape[-2] == array.shape[-2] else new
-    return made
+    return written
 
 
 def _zeros(keys: mx.array, values: mx.array, rows: int) -> Two:

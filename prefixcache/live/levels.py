@@ -66,9 +66,9 @@ class LevelStacks:
         return self._stacks[key][1]
 
     def copy(self) -> LevelStacks:
-        made = LevelStacks.__new__(LevelStacks)
-        made._heads, made._forms, made._stacks = self._heads, self._forms, dict(self._stacks)
-        return made
+        other = LevelStacks.__new__(LevelStacks)
+        other._heads, other._forms, other._stacks = self._heads, self._forms, dict(self._stacks)
+        return other
 
 
 # -- runs ----------------------------------------------------------------------------------------------------------------

@@ -144,15 +144,15 @@ class _Making:
     def all(
         self, caches: Sequence[Any], rows: list[list[LayerRows | None]] | None, into: list[Any] | None = None
     ) -> Any:
-        made = into if into is not None else [None] * len(caches)
+        layers = into if into is not None else [None] * len(caches)
         for layer, cache in enumerate(caches):
             converted = self._layer(cache, layer, iter(rows[layer]) if rows is not None else None)
-            made[layer] = self._not_shared(cache) if converted is cache and into is None else converted
+            layers[layer] = self._not_shared(cache) if converted is cache and into is None else converted
         if not self._coded:
             reasons = "; ".join(f"{why} ({_spoken(on)})" for why, on in _grouped(self._left).items())
             raise ValueError(f"no layer can be coded by {self._codec}: {reasons or 'there are none'}")
         left = {layer: why for layer, why in self._left.items() if layer not in self._coded}
-        return LivePromptCache(made, tuple(sorted(self._coded)), left)
+        return LivePromptCache(layers, tuple(sorted(self._coded)), left)
 
     @staticmethod
     def _not_shared(cache: Any) -> Any:
@@ -165,11 +165,11 @@ class _Making:
             both = list(zip(cache.caches, children, strict=True))
             if all(converted is child for child, converted in both):
                 return cache
-            made = copy.copy(cache)
-            made.caches = type(cache.caches)(
+            listed = copy.copy(cache)
+            listed.caches = type(cache.caches)(
                 self._not_shared(child) if converted is child else converted for child, converted in both
             )
-            return made
+            return listed
         kind = next(rows) if rows is not None else next(iter(_rows_in(cache)))
         number, self._number = self._number, self._number + 1
         if isinstance(cache, TurboQuantKVCache):

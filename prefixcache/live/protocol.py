@@ -83,17 +83,17 @@ class LiveCache:
     @classmethod
     def from_state(cls, state: Sequence[mx.array], meta_state: Any = "") -> Self:
         """The cache whose `state` this was, its codec included. ValueError for any other state."""
-        made = cls.__new__(cls)
-        made.state, made.meta_state = state, meta_state  # type: ignore[attr-defined]
-        hook_for(made._layer)
-        return made
+        cache = cls.__new__(cls)
+        cache.state, cache.meta_state = state, meta_state  # type: ignore[attr-defined]
+        hook_for(cache._layer)
+        return cache
 
     def copy(self) -> Self:
         """Another cache of the same rows. It costs nothing until one of the two changes, which the other never shows."""
-        made = type(self).__new__(type(self))
-        made.__dict__.update(self.__dict__)
-        made._layer = self._layer.copy()
-        return made
+        other = type(self).__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        other._layer = self._layer.copy()
+        return other
 
     def __copy__(self) -> Self:
         return self.copy()

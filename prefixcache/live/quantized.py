@@ -292,9 +292,9 @@ class BatchQuantizedKVCache(_Quantized, LayerCache):
 
     @classmethod
     def from_state(cls, state: Sequence[Any], meta_state: Any = None) -> BatchQuantizedKVCache:
-        made = cls.__new__(cls)
-        made.state = state
-        return made
+        cache = cls.__new__(cls)
+        cache.state = state
+        return cache
 
     def is_trimmable(self) -> bool:
         return True
@@ -373,12 +373,12 @@ class BatchQuantizedKVCache(_Quantized, LayerCache):
         for traits_of_one in traits:
             ragged.check_alike(max(traits, key=len), traits_of_one, ALIKE)
         longest = max(cache.offset for cache in caches)
-        made = cls([longest - cache.offset for cache in caches], caches[0].group_size, caches[0].bits)
+        batch = cls([longest - cache.offset for cache in caches], caches[0].group_size, caches[0].bits)
         if longest > 0:
             rows = [(None if c.keys is None else (*c.keys, *c.values), c.offset) for c in caches]
-            made._hold(ragged.stacked(rows))
-            made._idx = longest
-        return made
+            batch._hold(ragged.stacked(rows))
+            batch._idx = longest
+        return batch
 
     def size(self) -> int:
         return self._idx

@@ -98,12 +98,12 @@ class TurboQuantKVCache(LiveCache):
 
     def dequantize(self) -> KVCache:
         """A plain cache of the original dtype, with the rows that attention means."""
-        made, layer = KVCache(), self._layer
+        plain, layer = KVCache(), self._layer
         if layer.kind is not None:
             rows = NO_ROWS.put(*decoded_heads(layer, 0, layer.kind.heads), 0)
-            made.keys, made.values = rows.arrays or (None, None)
-            made.offset = layer.rows
-        return made
+            plain.keys, plain.values = rows.arrays or (None, None)
+            plain.offset = layer.rows
+        return plain
 
     def filled_from(self, cache: KVCache) -> Self:
         """Append the rows of a plain cache, coded, and return this cache. The plain one stays as it is. TypeError for any
@@ -263,10 +263,10 @@ class BatchTurboQuantKVCache(LiveCache):
                 raise TypeError(f"{type(cache).__name__} and TurboQuantKVCache in one batch: convert all, or none")
             if cache._layer.batch > 1:
                 raise ValueError(f"a cache of {cache._layer.batch} sequences can't be merged: one sequence each")
-        made = cls.__new__(cls)
-        made._adopt(batching.merged([cache._layer for cache in caches]))
-        hook_for(made._layer)
-        return made
+        batch = cls.__new__(cls)
+        batch._adopt(batching.merged([cache._layer for cache in caches]))
+        hook_for(batch._layer)
+        return batch
 
     @property
     def state(self) -> list[mx.array]:

@@ -138,10 +138,10 @@ class LayerGroup:
             for back, scale in zip(self._by_width(self.inverses), scales, strict=True)
         ]
         scale = mx.array(np.concatenate([scale.ravel() for scale in scales]))
-        made = OnGpu(mx.array(vectors), mx.array(self.mean), scale, factors, inverses)
-        mx.eval(made)
-        object.__setattr__(self, "vectors", borrow(made.vectors)[:components].T)
-        return made
+        arrays = OnGpu(mx.array(vectors), mx.array(self.mean), scale, factors, inverses)
+        mx.eval(arrays)
+        object.__setattr__(self, "vectors", borrow(arrays.vectors)[:components].T)
+        return arrays
 
     @cached_property
     def half_precision_will_do(self) -> bool:

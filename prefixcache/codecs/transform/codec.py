@@ -130,10 +130,10 @@ class Calibrated:
 
     def place_of(self, stream: Stream) -> Place | None:
         """Return where a stream of a layer that keeps every token is coded; None where the basis doesn't know such a one."""
-        found = self.basis.place_of(stream.layer)
-        if found is None:
+        place = self.basis.place_of(stream.layer)
+        if place is None:
             return None
-        group, layer = found
+        group, layer = place
         keys = stream.part == "keys"
         width = layer.key_width if keys else layer.value_width
         if (stream.heads, stream.width) != (layer.heads, width) or stream.dtype not in FLOATS:

@@ -156,16 +156,21 @@ def _right() -> bool:
         streams = [mx.array(stream).astype(element(layer.dtype).mlx) for stream in drawn]
         given.append(GroupRows(GroupCoder(group, tables, 4.0, layer.dtype), streams, [None, None]))
         rows.append([np.array(stream.astype(mx.float32)) for stream in streams])
-    made = encode(given, [BlockSpan(5, 70), BlockSpan(70, 95)])
-    restored = decode([GroupCodes(one.coder, codes) for one, codes in zip(given, made, strict=True)], [5, 70])
+    encoded = encode(given, [BlockSpan(5, 70), BlockSpan(70, 95)])
+    restored = decode(
+        [GroupCodes(of_group.coder, codes) for of_group, codes in zip(given, encoded, strict=True)], [5, 70]
+    )
     coded = np.arange(90) != 20
-    for one, codes, originals, (here, wrong) in zip(given, made, rows, restored, strict=True):
-        blocks = [one.coder.decode(block, first) for block, first in zip(codes, (5, 70), strict=True)]
+    for of_group, codes, originals, (here, wrong) in zip(given, encoded, rows, restored, strict=True):
+        blocks = [of_group.coder.decode(block, first) for block, first in zip(codes, (5, 70), strict=True)]
         for i, (original, stream) in enumerate(zip(originals, here, strict=True)):
-            there = as_float32(np.concatenate([block[i] for block in blocks]).swapaxes(0, 1), one.coder.dtype)
-            found = np.array(stream.astype(mx.float32))
-            apart, lost = found[:, coded] - there[:, coded], there[:, coded] - original[:, coded]  # a step is a quarter
-            if np.abs(apart).max() > 0.15 or lost.std() > 0.3 or not np.array_equal(found[:, 20], original[:, 20]):
+            there = as_float32(np.concatenate([block[i] for block in blocks]).swapaxes(0, 1), of_group.coder.dtype)
+            decoded = np.array(stream.astype(mx.float32))
+            apart, lost = (
+                decoded[:, coded] - there[:, coded],
+                there[:, coded] - original[:, coded],
+            )  # a step is a quarter
+            if np.abs(apart).max() > 0.15 or lost.std() > 0.3 or not np.array_equal(decoded[:, 20], original[:, 20]):
                 return False
         if copy_out(wrong).any():
             return False
@@ -232,26 +237,26 @@ def encode(groups: Sequence[GroupRows], blocks: Sequence[BlockSpan]) -> list[lis
     ]
     all_words = borrow(words)
     edges = _edges(runs)
-    made = []
+    encoded = []
     for g, (_, streams, settled) in enumerate(groups):
         kept = np.flatnonzero(heads[g] == 0xFFFF)
         as_they_are = _bits(streams, kept)
         word = int(ends[g - 1, -1]) if g else 0
         of_group = []
         for number, known in enumerate(settled):
-            own = slice(edges[number], edges[number + 1])
-            end = int(ends[g, own.stop - 1])
+            rows = slice(edges[number], edges[number + 1])
+            end = int(ends[g, rows.stop - 1])
             own_words, word = all_words[word:end], end
             if len(kept):
-                whole_rows = as_they_are[np.searchsorted(kept, own.start) : np.searchsorted(kept, own.stop)]
-                own_words = _with_rows(heads[g, own], own_words, whole_rows)
+                whole_rows = as_they_are[np.searchsorted(kept, rows.start) : np.searchsorted(kept, rows.stop)]
+                own_words = _with_rows(heads[g, rows], own_words, whole_rows)
             if known is None:
                 numbers, steps = (part[:, number] for part in offsets_of_groups[g])
             else:
                 numbers, steps = known.offsets, known.offset_steps
-            of_group.append(Codes(heads[g, own], own_words, numbers, steps))
-        made.append(of_group)
-    return made
+            of_group.append(Codes(heads[g, rows], own_words, numbers, steps))
+        encoded.append(of_group)
+    return encoded
 
 
 def _measured(coder: GroupCoder, streams: Sequence[mx.array], runs: tuple[tuple[int, int], ...]) -> mx.array:
@@ -261,8 +266,8 @@ def _measured(coder: GroupCoder, streams: Sequence[mx.array], runs: tuple[tuple[
     for i, stream in enumerate(streams):
         form, phases = _form(coder, i, runs, decoding=False)
         bits = stream.view(mx.uint32 if coder.dtype == "float32" else mx.uint16)
-        made = kernels.centre(dialect, form, [bits, on_gpu.mean, on_gpu.scale, *phases, of.places[i]])
-        centred[of.runs[i]].append(made.view(mx.float16))
+        shifted = kernels.centre(dialect, form, [bits, on_gpu.mean, on_gpu.scale, *phases, of.places[i]])
+        centred[of.runs[i]].append(shifted.view(mx.float16))
     measured = []
     for factor, parts in zip(of.factors, centred, strict=True):
         rows = parts[0] if len(parts) == 1 else mx.concatenate(parts)
@@ -290,15 +295,15 @@ def _offsets(
             decoded = kernels.sums(dialect, packed.decoded[g, :count].view(mx.uint16), packed.fine, edges, groups[g])
             sums = sums - (_operands(coder).vectors.T @ (decoded / _PART).astype(mx.float16)).astype(mx.float32) * _PART
         missing.append(sums)
-    made, at = [], 0
+    by_group, at = [], 0
     for _, alike in groupby(coders, lambda coder: (coder.streams, coder.quality)):
         several = list(alike)
-        own = slice(at, at + len(several))
-        means = mx.stack(missing[own]) / mx.maximum(seen[own], OFFSET_ROWS)[:, None]
+        blocks = slice(at, at + len(several))
+        means = mx.stack(missing[blocks]) / mx.maximum(seen[blocks], OFFSET_ROWS)[:, None]
         offsets, steps = _quantised(several, means)
-        made.append((offsets, steps))
-        at = own.stop
-    return made
+        by_group.append((offsets, steps))
+        at = blocks.stop
+    return by_group
 
 
 def _quantised(coders: Sequence[GroupCoder], missing: mx.array) -> tuple[mx.array, mx.array]:
@@ -309,11 +314,13 @@ def _quantised(coders: Sequence[GroupCoder], missing: mx.array) -> tuple[mx.arra
     numbers, steps, at = [], [], 0
     for run, first in enumerate(coders[0].group.on_gpu.inverses):
         heads, width, _ = first.shape
-        own = slice(at, at + heads * width)
-        at = own.stop
+        channels = slice(at, at + heads * width)
+        at = channels.stop
         inverses = mx.stack([coder.group.on_gpu.inverses[run] for coder in coders])
-        back = mx.swapaxes(inverses, 2, 3) @ missing[:, own].astype(mx.float16).reshape(groups, heads, width, blocks)
-        lacking = back.astype(mx.float32) * scale[:, own].reshape(groups, heads, width, 1)
+        back = mx.swapaxes(inverses, 2, 3) @ missing[:, channels].astype(mx.float16).reshape(
+            groups, heads, width, blocks
+        )
+        lacking = back.astype(mx.float32) * scale[:, channels].reshape(groups, heads, width, 1)
         bits = ((mx.abs(lacking).max(axis=2) / MOST_OFFSET).view(mx.uint32) + 0xFFFF) >> 16  # bf16, rounded up
         step = (bits << 16).view(mx.float32)
         whole = mx.round(lacking / mx.where(step > 0, step, 1)[:, :, None])
@@ -434,7 +441,7 @@ def decode_batch(batch: GroupBatch) -> list[Restored]:
     coders = batch.coders
     classes = Classes.of([coder.classes for coder in coders])
     values, wrong = gpu_entropy.unpack(batch.heads, batch.words, batch.first, classes, coders[0].tables)
-    made = []
+    restored = []
     for g, coder in enumerate(coders):
         of = _operands(coder)
         turned = mx.swapaxes(values[g : g + 1, : of.by_head[0].shape[1]], 1, 2)
@@ -442,8 +449,8 @@ def decode_batch(batch: GroupBatch) -> list[Restored]:
             (turned @ (vectors @ inverse)).view(mx.uint16)
             for vectors, inverse in zip(of.by_head, of.inverses, strict=True)
         ]
-        made.append(Restored(_restored(coder, products, batch, g), wrong[g]))
-    return made
+        restored.append(Restored(_restored(coder, products, batch, g), wrong[g]))
+    return restored
 
 
 def _restored(coder: GroupCoder, products: Sequence[mx.array], batch: GroupBatch, group: int) -> list[mx.array]:
@@ -511,9 +518,9 @@ def _operands(coder: GroupCoder) -> _Operands:
                 places.append(mx.array(np.array([channel, head, head - before], np.uint32)))
                 channel, head = channel + heads * width, head + heads
         turned = [mx.swapaxes(factor, 1, 2) for factor in on_gpu.factors]
-        made = _Operands(on_gpu.vectors[: len(coder.classes)], by_head, turned, on_gpu.inverses, places, runs)
-        mx.eval(made[:-1])  # MLX evaluates an array only on the thread that made it, and these are for all
-        _all_operands[coder] = made
+        operands = _Operands(on_gpu.vectors[: len(coder.classes)], by_head, turned, on_gpu.inverses, places, runs)
+        mx.eval(operands[:-1])  # MLX evaluates an array only on the thread that made it, and these are for all
+        _all_operands[coder] = operands
     return _all_operands[coder]
 
 

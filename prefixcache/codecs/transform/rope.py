@@ -67,14 +67,14 @@ class Rope(NamedTuple):
             return out
         cos, sin = _phases(np.asarray(self.frequencies, np.float64).tobytes(), first, tokens)
         length = np.float32(self.scale if forth else 1 / self.scale)
-        one, other = slice(pairs), slice(pairs, 2 * pairs)
+        real, imaginary = slice(pairs), slice(pairs, 2 * pairs)
         if self.interleaved:
-            one, other = slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2)
+            real, imaginary = slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2)
         step = max(1, CHUNK_VALUES // (heads * width))
         for start in range(0, tokens, step):
             part = slice(start, start + step)
             c, s = cos[part, None] * length, sin[part, None] * (length if forth else -length)
-            a, b = rows[part, :, one], rows[part, :, other]
+            a, b = rows[part, :, real], rows[part, :, imaginary]
             turned = a * s
             turned += b * c
             a *= c

@@ -172,7 +172,7 @@ def constants_of(form: Form) -> _Constants:
     narrow = [
         rotation.integral and form.longest * rotation.gain ** (turn + 1) <= INT16_MAX for turn in range(rotation.rounds)
     ]
-    made = _FormStruct(
+    constants = _FormStruct(
         width=form.width,
         bits=codebook.bits,
         words=words_of(form.width, codebook.bits),
@@ -188,14 +188,14 @@ def constants_of(form: Form) -> _Constants:
         seven=tuple(table_of(7).ravel().tolist()),
     )
     if codebook.bits < 8:
-        made.borders = len(codebook.borders)
-        made.border[: made.borders] = [int(2 * border) for border in codebook.borders]
-        made.magnitude[: codebook.half] = codebook.magnitudes
-        made.centroid[: 2 * codebook.half] = form.centroids.tolist()
+        constants.borders = len(codebook.borders)
+        constants.border[: constants.borders] = [int(2 * border) for border in codebook.borders]
+        constants.magnitude[: codebook.half] = codebook.magnitudes
+        constants.centroid[: 2 * codebook.half] = form.centroids.tolist()
     flips = (rotation.signs < 0).astype(np.uint32) << np.uint32(31)
     for turn in range(rotation.rounds):
-        made.flip[turn * MOST_WIDTH : turn * MOST_WIDTH + form.width] = flips[turn].tolist()
-    return _Constants(ctypes.addressof(made), made.words, made)
+        constants.flip[turn * MOST_WIDTH : turn * MOST_WIDTH + form.width] = flips[turn].tolist()
+    return _Constants(ctypes.addressof(constants), constants.words, constants)
 
 
 @lru_cache(maxsize=64)
@@ -295,9 +295,9 @@ class _Work:
         if not array.flags.writeable:
             raise ValueError("an output is a read-only array; give one that can be written")
         if array.ndim == 3 and array.strides[2] != array.itemsize:
-            made = np.empty(array.shape, array.dtype)
-            self._copies.append((array, made))
-            return made
+            apart = np.empty(array.shape, array.dtype)
+            self._copies.append((array, apart))
+            return apart
         return array
 
     def add(
@@ -341,8 +341,8 @@ class _Work:
     def run(self) -> None:
         jobs, path = b"".join(self._jobs), path_number()
         _share_out(self._rows, self._nbytes, lambda first, last: self._function(jobs, first, last, path))
-        for target, made in self._copies:
-            target[...] = made
+        for target, copied in self._copies:
+            target[...] = copied
 
 
 _UINT16, _UINT32 = np.dtype(np.uint16), np.dtype(np.uint32)

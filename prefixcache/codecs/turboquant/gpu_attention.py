@@ -128,17 +128,17 @@ def encode_alike(
     form: Form, dtype: mx.Dtype, levels: list[mx.array], keys: mx.array, values: mx.array
 ) -> tuple[mx.array, mx.array]:
     """`encode_pair` of rows, not none, of one form and dtype, where `levels` are those of both or of neither."""
-    made: tuple[mx.array, mx.array] = _pair_encoder(form, dtype, bool(levels))(keys, values, *levels)
-    return made
+    coded: tuple[mx.array, mx.array] = _pair_encoder(form, dtype, bool(levels))(keys, values, *levels)
+    return coded
 
 
 def _encoded(rows: mx.array, form: Form, levels: mx.array | None) -> tuple[mx.array, mx.array]:
     """(B, heads, L, width) -> codes (B, heads, L, words), scales (B, heads, L)."""
-    made = []
+    coded = []
     for b in range(rows.shape[0]):
         of_sequence = None if levels is None else mx.contiguous(levels[:, b if levels.shape[1] > 1 else 0])
-        made.append(gpu_rows.encode_arrays(mx.swapaxes(rows[b], 0, 1), form, of_sequence))
-    codes, scales = (mx.stack(list(part)) for part in zip(*made, strict=True))
+        coded.append(gpu_rows.encode_arrays(mx.swapaxes(rows[b], 0, 1), form, of_sequence))
+    codes, scales = (mx.stack(list(part)) for part in zip(*coded, strict=True))
     return mx.swapaxes(codes, 1, 2), mx.swapaxes(scales, 1, 2)
 
 

@@ -63,9 +63,9 @@ class LevelStack:
         shape = (self.heads, self.form.width)
         default = np.zeros(shape, np.float32), np.broadcast_to(plain, shape)
         # Times one: on a GPU the product lies in its own memory (`gpu_rows`).
-        made = mx.array(np.stack([np.stack(pair or default) for pair in pairs], axis=1)) * 1
-        mx.eval(made)
-        return made
+        stacked = mx.array(np.stack([np.stack(pair or default) for pair in pairs], axis=1)) * 1
+        mx.eval(stacked)
+        return stacked
 
 
 def encode(
@@ -108,8 +108,8 @@ def decode(codes: mx.array, scales: mx.array, dtype: str, levels: LevelStack) ->
     if codes.size == 0:
         return mx.zeros((batch, heads, tokens, form.width), element(dtype).mlx)
     if backends.on_gpu(form):
-        made = [_decoded_on_gpu(codes[b], scales[b], dtype, levels, b) for b in range(batch)]
-        return made[0][None] if batch == 1 else mx.stack(made)
+        sequences = [_decoded_on_gpu(codes[b], scales[b], dtype, levels, b) for b in range(batch)]
+        return sequences[0][None] if batch == 1 else mx.stack(sequences)
     rows = np.empty((batch, heads, tokens, form.width), element(dtype).numpy)
     mx.eval(codes, scales)
     own_codes, own_scales = borrow(codes), borrow(scales)
