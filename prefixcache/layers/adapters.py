@@ -53,16 +53,16 @@ class LiveCodes(NamedTuple):
     runs: tuple[Run, ...]
 
     def levels_at(self, token: int) -> LayerLevels:
-        """The levels that this token's key and value are coded with, or would be."""
+        """Return the levels that this token's key and value are coded with, or would be."""
         return next(run.levels for run in reversed(self.runs) if run.first <= token)
 
     def stretches(self, first: int, last: int) -> Iterator[tuple[int, int, LayerLevels]]:
-        """Tokens `first` to `last` (not included), cut where levels change."""
+        """Return tokens `first` to `last` (not included), cut where levels change."""
         borders = [first, *(run.first for run in self.runs if first < run.first < last), last]
         return ((low, high, self.levels_at(low)) for low, high in pairwise(borders) if low < high)
 
     def planes(self, stream: str) -> tuple[Array, Array]:
-        """Codes (rows, heads, words) and scales (rows, heads) of "keys" or "values": read-only views."""
+        """Return codes (rows, heads, words) and scales (rows, heads) of "keys" or "values": read-only views."""
         words = slice(self.key_words) if stream == "keys" else slice(self.key_words, None)
         codes, scales = borrow(self.codes)[0, :, :, words], borrow(self.scales)[0, :, :, int(stream == "values")]
         return codes.swapaxes(0, 1), scales.swapaxes(0, 1)
@@ -95,20 +95,22 @@ class Adapter:
         raise NotImplementedError
 
     def arrays(self, cache: Any) -> list[mx.array]:
-        """Every array that the cache holds: what must be evaluated before another thread may use it."""
+        """Return every array that the cache holds: what must be evaluated before another thread may use it."""
         return arrays_in(vars(cache)) if hasattr(cache, "__dict__") else []
 
     def capacity(self, layout: Layout, boundary: int, room: int) -> int:
-        """Physical rows that a cache made for `boundary` has, when `room` more tokens are expected."""
+        """Return physical rows that a cache made for `boundary` has, when `room` more tokens are expected."""
         raise NotImplementedError
 
     def make(self, cls: type, layout: Layout, boundary: int, streams: dict[str, mx.array]) -> Any:
-        """A new object of the layout's class for this boundary; streams are (1, heads, capacity, width)."""
+        """Return a new object of the layout's class for this boundary; streams are (1, heads, capacity, width)."""
         raise NotImplementedError
 
 
 def arrays_in(value: Any) -> list[mx.array]:
-    """The arrays in plain data: lists, tuples and dicts. Objects are not looked into: an `Adapter` knows what is in one."""
+    """Return the arrays in plain data: lists, tuples and dicts. Objects are not looked into: an `Adapter` knows what is
+    in one.
+    """
     if isinstance(value, mx.array):
         return [value]
     if isinstance(value, dict):
@@ -121,14 +123,14 @@ def class_path(cls: type) -> str:
 
 
 def blank(cls: Any, attributes: dict[str, Any]) -> Any:
-    """An object of a class with these attributes, made without its constructor."""
+    """Return an object of a class with these attributes, made without its constructor."""
     cache = cls.__new__(cls)
     cache.__dict__.update(attributes)
     return cache
 
 
 def _constants(cache: Any, growing: Iterable[str], at: str) -> dict[str, Any]:
-    """The attributes that don't grow with the tokens; CacheError for one that JSON can't keep."""
+    """Return the attributes that don't grow with the tokens; CacheError for one that JSON can't keep."""
     kept = {}
     for name, value in vars(cache).items():
         if name not in growing:
@@ -157,7 +159,7 @@ def _several(cache: Any, at: str, batch: int) -> CacheError:
 
 
 def _streams(arrays: dict[str, mx.array], cache: Any, at: str, exact: bool) -> list[list[Any]]:
-    """[name, part, heads, width, dtype, exact] of each stream, for the layout."""
+    """Return [name, part, heads, width, dtype, exact] of each stream, for the layout."""
     streams = []
     for name, array in arrays.items():
         _one_sequence(array, cache, at)
@@ -167,7 +169,7 @@ def _streams(arrays: dict[str, mx.array], cache: Any, at: str, exact: bool) -> l
 
 
 def _unused(layout: Layout, offset: int) -> Leaf:
-    """A layer without rows: it says nothing of the tokens, unless it counts them."""
+    """Return a layer without rows: it says nothing of the tokens, unless it counts them."""
     layout["streams"] = [] if offset else None
     return Leaf(layout, offset or None)
 
@@ -411,7 +413,7 @@ _by_class: dict[type, Adapter] = {}
 
 
 def adapter_of(cls: type) -> Adapter:
-    """The adapter of a cache class: its own, else its nearest base's, else a snapshot's."""
+    """Return the adapter of a cache class: its own, else its nearest base's, else a snapshot's."""
     if cls not in _by_class:
         known = (REGISTRY[path] for path in map(class_path, cls.__mro__) if path in REGISTRY)
         refused = REGISTRY[MLX_LM_CACHES + "BatchKVCache"]

@@ -33,8 +33,8 @@ def allow(*classes: type | str) -> None:
 
 
 def find_class(path: str) -> type:
-    """The class of this path: one that was allowed, or a layer cache that a trusted module defines. CacheError for any
-    other, and for one that is not there in this release of its package.
+    """Return the class of this path: one that was allowed, or a layer cache that a trusted module defines. CacheError
+    for any other, and for one that is not there in this release of its package.
 
     A path may come from a forged file: what a module merely imports, or defines for other ends, is never given.
     """
@@ -50,13 +50,13 @@ def find_class(path: str) -> type:
 
 
 def _is_layer_cache(cls: type) -> bool:
-    """Whether a prompt cache can hold objects of this class: it has what mlx-lm asks of each layer's cache."""
+    """Tell whether a prompt cache can hold objects of this class: it has what mlx-lm asks of each layer's cache."""
     asked = hasattr(cls, "state") and hasattr(cls, "is_trimmable")
     return asked and class_path(cls) != MLX_LM_CACHES + "_BaseCache" and adapter_of(cls).makes
 
 
 def check_kept(path: str, at: str) -> None:
-    """CacheError when the layer at `at`, whose class has this path, could not be made again."""
+    """Raise CacheError when the layer at `at`, whose class has this path, could not be made again."""
     try:
         find_class(path)
     except CacheError as error:

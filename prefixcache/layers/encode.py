@@ -93,20 +93,20 @@ class Way(ABC):
 
     @abstractmethod
     def encode(self, group: Group, targets: Sequence[RowTarget]) -> None:
-        """All of a group's rows, with levels that are measured where they aren't settled."""
+        """Encode all of a group's rows, with levels that are measured where they aren't settled."""
 
     @abstractmethod
     def encode_with(
         self, wanted: Sequence[Levels | None], group: Group, members: Sequence[Member], targets: Sequence[RowTarget]
     ) -> None:
-        """These members' rows, with the levels, of all of the group's heads, that are wanted for each target."""
+        """Encode these members' rows, with the levels, of all of the group's heads, that are wanted for each target."""
 
     @abstractmethod
     def measure(self, group: Group, members: Sequence[Member], targets: Sequence[RowTarget]) -> list[Levels]:
-        """The levels of each target's rows, of these members' heads side by side."""
+        """Measure the levels of each target's rows, of these members' heads side by side."""
 
     def encode_beside_codes(self, group: Group, targets: Sequence[RowTarget]) -> None:
-        """All of a group's rows, of which live caches have coded some members already."""
+        """Encode all of a group's rows, of which live caches have coded some members already."""
         wanted, plain = self._settle_levels(group, targets), []
         for member in group.members:
             codes = self._leaves[member.leaf].codes
@@ -117,7 +117,7 @@ class Way(ABC):
         self.encode_with(wanted, group, plain, targets)
 
     def _settle_levels(self, group: Group, targets: Sequence[RowTarget]) -> list[Levels | None]:
-        """The levels of each target's rows, all heads of the group, which are in its tensors from here on."""
+        """Settle the levels of each target's rows, all heads of the group, which are in its tensors from here on."""
         if not group.steps:
             return [None] * len(targets)
         fresh = [target for target in targets if not target.settled]
@@ -126,7 +126,7 @@ class Way(ABC):
         return [levels.read(group, target.tensors) for target in targets]
 
     def _fresh_levels(self, group: Group, targets: Sequence[RowTarget]) -> list[Levels]:
-        """Of live codes those that they have, of all other rows by measuring them."""
+        """Return the levels that live codes have, and measure those of all other rows."""
         plain = [member for member in group.members if self._leaves[member.leaf].codes is None]
         measured = self.measure(group, plain, targets) if plain and targets else []
         of_targets = []
@@ -147,7 +147,7 @@ class Way(ABC):
 def _copy_codes(
     group: Group, member: Member, codes: LiveCodes, targets: Sequence[RowTarget], wanted: Sequence[Levels | None]
 ) -> None:
-    """One live cache's codes, as they are: but those made with other levels than their target's are made anew."""
+    """Copy one live cache's codes as they are; those made with other levels than their target's are made anew."""
     planes = codes.planes(member.stream)
     for target, of_group in zip(targets, wanted, strict=True):
         of_target = levels.of_member(of_group, member)
@@ -199,7 +199,7 @@ class Host(Way):
         return measured
 
     def _rows_of(self, member: Member) -> np.ndarray:
-        """(heads, buffer, width), where the live cache has them."""
+        """Return rows (heads, buffer, width), where the live cache has them."""
         (rows,) = borrow(self._leaves[member.leaf].arrays[member.stream])
         return rows
 
@@ -281,7 +281,7 @@ class Gpu(Way):
                 at += last - start
 
     def _gathered(self, members: Sequence[Member], targets: Sequence[RowTarget]) -> mx.array:
-        """(all heads of these members, tokens of all targets, width)."""
+        """Return rows (all heads of these members, tokens of all targets, width)."""
         of_members = []
         for member in members:
             leaf = self._leaves[member.leaf]
@@ -294,7 +294,7 @@ class Gpu(Way):
 
 
 def _alike(targets: Sequence[RowTarget]) -> list[list[int]]:
-    """The targets' numbers, by how many tokens they have and whether those are whole blocks'."""
+    """Group the targets' numbers by how many tokens they have and whether those are whole blocks'."""
     by_kind: dict[tuple[int, bool], list[int]] = {}
     for i, target in enumerate(targets):
         by_kind.setdefault((target.tokens, target.whole), []).append(i)

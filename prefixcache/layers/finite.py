@@ -49,7 +49,7 @@ class LeafRows(NamedTuple):
 
 
 def is_finite(values: Array, dtype: str) -> bool:
-    """Whether no value is NaN or infinite. `values` are the bits of MLX's `dtype`; those that are no float are finite."""
+    """Tell whether no value is NaN or infinite. `values` are the bits of MLX's `dtype`; those that are no float are finite."""
     if dtype == "complex64":
         return bool(np.isfinite(values).all())
     if dtype not in _NOT_FINITE or not values.size:
@@ -59,7 +59,7 @@ def is_finite(values: Array, dtype: str) -> bool:
 
 
 def first_not_finite(leaves: Sequence[Leaf], first: int, last: int) -> NotFinite | None:
-    """The first token, of `first` to `last` (not included), of which a leaf holds a row that isn't finite."""
+    """Return the first token, of `first` to `last` (not included), of which a leaf holds a row that isn't finite."""
     rows = [each for number, leaf in enumerate(leaves) for each in _rows_of(number, leaf, first, last)]
     if _all_finite(rows):
         return None
@@ -73,7 +73,7 @@ def first_not_finite(leaves: Sequence[Leaf], first: int, last: int) -> NotFinite
 
 
 def state_not_finite(leaves: Sequence[Leaf]) -> NotFinite | None:
-    """The first leaf whose recurrent state isn't finite."""
+    """Return the first leaf whose recurrent state isn't finite."""
     for number, leaf in enumerate(leaves):
         if not all(is_finite(borrow(array), name_of(array.dtype)) for array in arrays_in(leaf.state)):
             return NotFinite(number)
@@ -94,7 +94,9 @@ def _rows_of(number: int, leaf: Leaf, first: int, last: int) -> Iterator[LeafRow
 
 
 def _launched(rows: Sequence[LeafRows]) -> list[mx.array]:
-    """For each dtype whether a value isn't finite: the maxima of all streams are on their way before one is waited for."""
+    """Tell for each dtype whether a value isn't finite: the maxima of all streams are on their way before one is waited
+    for.
+    """
     maxima: dict[str, tuple[list[mx.array], list[mx.array]]] = {}
     for each in rows:
         dtype = name_of(each.buffer.dtype)

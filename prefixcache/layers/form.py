@@ -22,8 +22,8 @@ class CacheForm:
     """
 
     def __init__(self, *prompt_caches: list[Any]):
-        """`prompt_caches`: as the caller makes them, of each form that they may have. They are read, never evaluated or kept.
-        Raises CacheError for one that a PrefixCache could not keep.
+        """Learn the form of `prompt_caches`, as the caller makes them, of each form that they may have. They are read,
+        never evaluated or kept. Raises CacheError for one that a PrefixCache could not keep.
         """
         self._alike = [_layers(read(prompt_cache).layout) for prompt_cache in prompt_caches]
         self._differences: dict[str, str] = {}  # by layout
@@ -34,14 +34,14 @@ class CacheForm:
 
     @classmethod
     def of_kept(cls, *prompt_caches: list[Any]) -> CacheForm | None:
-        """The form; None, which is any, where a PrefixCache could not keep such prompt caches anyway."""
+        """Return the form; None, which is any, where a PrefixCache could not keep such prompt caches anyway."""
         try:
             return cls(*prompt_caches)
         except CacheError:
             return None
 
     def difference(self, layout: str) -> str:
-        """Where prompt caches of a layout (JSON) differ from the caller's; "" where they don't."""
+        """Say where prompt caches of a layout (JSON) differ from the caller's; "" where they don't."""
         known = self._differences.get(layout)
         if known is None:
             stored = _layers(json.loads(layout))
@@ -50,7 +50,7 @@ class CacheForm:
         return known
 
     def learn(self, layout: Layout) -> None:
-        """The caller has stored a prompt cache of this layout, so that is what it makes, too."""
+        """Take this layout for one that the caller makes, too: it has stored a prompt cache of it."""
         self._differences[canonical(layout)] = ""
 
 
@@ -68,7 +68,7 @@ def _difference(stored: list[Layout], given: list[Layout]) -> str:
 
 
 def _differing(at: str, stored: Layout, given: Layout) -> Iterator[str]:
-    """In words, where a stored layer is of another form than one that the caller makes."""
+    """Say in words where a stored layer is of another form than one that the caller makes."""
     if (stored["class"], stored["kind"]) != (given["class"], given["kind"]):
         yield f"{at} is a {_name(stored)}, not a {_name(given)}"
     elif stored["kind"] == "list":

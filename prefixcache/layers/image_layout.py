@@ -95,7 +95,7 @@ def _read_layer(cache: Any, at: str, leaves: list[Leaf]) -> Layout:
 
 
 def live_arrays(prompt_cache: Sequence[Any]) -> list[mx.array]:
-    """Every array of a prompt cache, live or restored, however its lists nest."""
+    """Return every array of a prompt cache, live or restored, however its lists nest."""
     arrays: list[mx.array] = []
     for cache in prompt_cache:
         arrays += live_arrays(cache.caches) if _is_list(type(cache)) else adapter_of(type(cache)).arrays(cache)
@@ -167,7 +167,7 @@ class Joined(NamedTuple):
     names: tuple[str, str, str, str]
 
     def specs(self, tokens: int, words: int | None = None) -> list[Spec]:
-        """Of so many rows with so many words in all; without, with as many as are expected."""
+        """Return the specs of so many rows with so many words in all; without, with as many as are expected."""
         coder = self.coder
         if words is None:
             words = round(tokens * coder.group.row_words(coder.quality))
@@ -176,7 +176,7 @@ class Joined(NamedTuple):
         return [Spec(*spec) for spec in zip(self.names, dtypes, shapes, strict=True)]
 
     def words_in(self, tensors: Tensors, tokens: int) -> int:
-        """The words that an image's heads claim; -1 where it has no such heads."""
+        """Return the words that an image's heads claim; -1 where it has no such heads."""
         heads = tensors.get(self.names[0])
         if heads is None or (heads.dtype, heads.shape) != (np.dtype("<u2"), (tokens,)):
             return -1
@@ -248,14 +248,14 @@ class Plan:
         self.sink_places = self._places(self.sinks, *self.window_sinks)
 
     def _place_rows(self, codings: _Codings, as_they_are: _Codings, sunk: _Codings) -> None:
-        """The sections of layers that keep every token."""
+        """Make the sections of layers that keep every token."""
         leaves = [i for i, leaf in enumerate(self.leaves) if leaf["kind"] == "sliceable"]
         self.rows = _section("r", leaves, codings)
         self.tails = self.rows if self.lossless else _section("t", leaves, as_they_are)
         self.sinks = _section("s.", leaves, sunk)
 
     def _place_windows(self, codings: _Codings, as_they_are: _Codings, sunk: _Codings) -> None:
-        """The sections of layers with windows, by their window."""
+        """Make the sections of layers with windows, by their window."""
         by_window: dict[Window, list[int]] = {}
         for i, leaf in enumerate(self.leaves):
             if leaf.get("streams") and "window" in leaf:
@@ -280,17 +280,17 @@ class Plan:
         return places
 
     def check_classes(self) -> None:
-        """CacheError for a class that is not allowed here, or not in this release of its package."""
+        """Raise CacheError for a class that is not allowed here, or not in this release of its package."""
         for kind in self.layout["kinds"]:
             _check_class(kind)
 
     def window_of(self, leaf: int) -> int | None:
-        """The number of a leaf's window; None for one that keeps every token, or no rows."""
+        """Return the number of a leaf's window; None for one that keeps every token, or no rows."""
         window = self.leaves[leaf].get("window")
         return self.windows.index(Window(*window)) if window is not None and self.leaves[leaf]["streams"] else None
 
     def held(self, leaves: Sequence[Leaf], window: int) -> TokenRuns:
-        """The runs of tokens whose rows are there in every layer of this window."""
+        """Return the runs of tokens whose rows are there in every layer of this window."""
         of_window = [leaf.held for number, leaf in enumerate(leaves) if self.window_of(number) == window]
         return reduce(_intersection, of_window) if of_window else ()
 
@@ -303,11 +303,12 @@ class Plan:
         return snapshots.describe_state(named)
 
     def kept_tokens(self, window: int, start: int, tokens: int) -> int:
-        """How many of a block's tokens have `kept` rows in its rows image."""
+        """Count how many of a block's tokens have `kept` rows in its rows image."""
         return min(max(self.windows[window].keep - start, 0), tokens)
 
     def in_rows(self, start: int, tokens: int, coded: bool) -> list[tuple[Section, int]]:
-        """The sections that the rows image of `tokens` tokens from `start` on has, and of how many of the tokens each.
+        """Return the sections that the rows image of `tokens` tokens from `start` on has, and of how many of the tokens
+        each.
 
         `coded`: as a whole block's are; else as a tail's.
         """
@@ -317,23 +318,23 @@ class Plan:
         return [(rows, tokens), *((s, n) for s, n in [*kept, (self.sinks, sinks)] if s.groups and n)]
 
     def rows_specs(self, start: int, tokens: int, coded: bool, words: Sequence[int | None] | None = None) -> list[Spec]:
-        """`words`: of each joined group; without, as many as are expected."""
+        """Return the specs of a rows image. `words` are of each joined group; without, as many as are expected."""
         specs = [spec for section, count in self.in_rows(start, tokens, coded) for spec in section.specs(count)]
         for joined, count in zip(self.joined, words or [None] * len(self.joined), strict=True) if coded else ():
             specs += joined.specs(tokens, count)
         return [*specs, Spec("tokens", "I64", (tokens,))]
 
     def is_coded(self, tensors: Tensors) -> bool:
-        """Whether a rows image has its rows as a whole block's has them."""
+        """Tell whether a rows image has its rows as a whole block's has them."""
         names = [*(group.names for group in self.rows.groups), *(joined.names for joined in self.joined)]
         return all(name in tensors for of_group in names for name in of_group)
 
     def sunk(self, start: int) -> int:
-        """Of the block that begins at `start` the tokens, as a mask, that are kept as they are beside their codes."""
+        """Return as a mask the tokens of the block at `start` that are kept as they are beside their codes."""
         return mask_of(0, self.sink_tokens - start)
 
     def window_specs(self, mask: tuple[int, ...], start: int, coded: bool) -> list[Spec]:
-        """`coded`: of a whole block, else of a tail."""
+        """Return the specs of a window image: with `coded` of a whole block, else of a tail."""
         specs = []
         for w, section in enumerate(self.windowed if coded else self.window_tails):
             specs += section.specs(mask[w].bit_count())
@@ -342,9 +343,9 @@ class Plan:
         return specs
 
     def fits(self, image: Image, kind: str, start: int, tokens: int, mask: tuple[int, ...] = ()) -> bool:
-        """Whether an image has the tensors that this namespace's have: of a block of so many tokens at `start`, of its window
-        with the rows in `mask`, of a snapshot with so many tokens behind its block. Its checksum does not say that: it is no
-        signature.
+        """Tell whether an image has the tensors that this namespace's have: of a block of so many tokens at `start`, of
+        its window with the rows in `mask`, of a snapshot with so many tokens behind its block. Its checksum does not
+        say that: it is no signature.
         """
         meta, tensors = image.header()
         if meta.kind != kind or meta.start != start:
@@ -365,7 +366,7 @@ class Plan:
         return False
 
     def fp16_bytes(self, tokens: int) -> int:
-        """What the rows of `tokens` tokens of all sliceable and windowed layers would take as they are in a live
+        """Return what the rows of `tokens` tokens of all sliceable and windowed layers would take as they are in a live
         cache.
         """
         total = 0
@@ -387,7 +388,7 @@ def _check_class(layer: Layout) -> None:
 
 
 def _leaves_of(layer: Layout) -> Iterator[Layout]:
-    """A layer's leaves, depth first."""
+    """Return a layer's leaves, depth first."""
     if layer["kind"] == "list":
         for child in layer["children"]:
             yield from _leaves_of(child)
@@ -396,7 +397,7 @@ def _leaves_of(layer: Layout) -> Iterator[Layout]:
 
 
 def _codings(leaf: Layout, layer: int, layers: int, codec: Codec) -> list[Coding]:
-    """How this codec codes each stream of a leaf."""
+    """Say how this codec codes each stream of a leaf."""
     streams = leaf.get("streams") or []
     widths = {part: width for _, part, _, width, _, _ in streams}
     codings = []
@@ -411,7 +412,9 @@ def _codings(leaf: Layout, layer: int, layers: int, codec: Codec) -> list[Coding
 
 
 def _section(prefix: str, leaves: list[int], codings: _Codings) -> Section:
-    """Streams of these leaves that are coded alike are one group, in the order in which each codec comes first."""
+    """Make a section: streams of these leaves that are coded alike are one group, in the order in which each codec
+    comes first.
+    """
     by_codec: dict[RowCodec, list[Member]] = {}
     for leaf in leaves:
         for coding in codings[leaf]:
@@ -428,7 +431,7 @@ def _section(prefix: str, leaves: list[int], codings: _Codings) -> Section:
 
 
 def _joined(leaves: Sequence[Layout], layer_of: Sequence[int], layers: int, codec: Codec) -> tuple[Joined, ...]:
-    """The groups of a calibration whose layers are all here, as they were there: plain caches of so many heads."""
+    """Return the groups of a calibration whose layers are all here, as they were there: plain caches of so many heads."""
     if not isinstance(codec, Calibrated):
         return ()
     streams: dict[tuple[int, int], tuple[int, str, str]] = {}  # (group, number) -> (leaf, stream, dtype)

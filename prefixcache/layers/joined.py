@@ -53,7 +53,7 @@ class RowsToCode(NamedTuple):
 def encode_joined(
     groups: Sequence[Joined], leaves: Sequence[Leaf], blocks: Sequence[BlockRows], sinks: int
 ) -> list[list[Codes]]:
-    """For each group of layers the codes of each block; tokens before token `sinks` are kept elsewhere."""
+    """Encode, for each group of layers, each block; tokens before token `sinks` are kept elsewhere."""
     parts = [[_uncoded(joined, block, sinks) for block in blocks] for joined in groups]
     uncoded = [[part for part in of_group if part.first < part.last] for of_group in parts]
     codes = []
@@ -95,7 +95,7 @@ def _encode(
 def _encode_on_gpu(
     groups: Sequence[Joined], leaves: Sequence[Leaf], parts: Sequence[Sequence[RowsToCode]]
 ) -> Iterator[list[Codes]]:
-    """Groups of which the same rows are to be coded together, as many as there is room for."""
+    """Encode groups of which the same rows are to be coded together, as many as there is room for."""
     at = 0
     while at < len(groups):
         if not gpu_coding.takes(groups[at].coder):
@@ -124,7 +124,7 @@ def _encode_on_gpu(
 
 
 def _streams_of(joined: Joined, leaves: Sequence[Leaf], runs: Sequence[tuple[int, int]]) -> list[mx.array]:
-    """Rows (heads, tokens, width) of each joined stream, of the tokens of runs."""
+    """Return rows (heads, tokens, width) of each joined stream, of the tokens of runs."""
     streams = []
     for leaf, stream in joined.streams:
         there = [leaves[leaf].arrays[stream][0][:, leaves[leaf].where(*run)] for run in runs]
@@ -153,19 +153,19 @@ class Stretch(NamedTuple):
     on_gpu: Sequence[mx.array] = ()
 
     def since(self, token: int) -> Stretch:
-        """Without the rows of tokens before `token`."""
+        """Return the same without the rows of tokens before `token`."""
         skipped = max(token - self.first, 0)
         on_cpu, on_gpu = [stream[skipped:] for stream in self.on_cpu], [stream[:, skipped:] for stream in self.on_gpu]
         return Stretch(token, on_cpu, on_gpu) if skipped else self
 
     def piece(self, number: int, codec: RowCodec) -> Piece:
-        """The rows of one stream, for a buffer; `codec` keeps rows as they are."""
+        """Return the rows of one stream, for a buffer; `codec` keeps rows as they are."""
         if self.on_gpu:
             return Piece(codec, (), self.first, rows=self.on_gpu[number])
         return Piece(codec, (self.on_cpu[number],), self.first)
 
     def rows(self, number: int, dtype: str) -> mx.array:
-        """(heads, tokens, width) of one stream."""
+        """Return rows (heads, tokens, width) of one stream."""
         return self.on_gpu[number] if self.on_gpu else bring_in(self.on_cpu[number].swapaxes(0, 1), dtype)
 
 
@@ -177,7 +177,7 @@ class DecodedGroup(NamedTuple):
     wrong: mx.array | None = None
 
     def check(self) -> None:
-        """DamagedBlock for codes that no encoder wrote. Waits for the GPU."""
+        """Raise DamagedBlock for codes that no encoder wrote. Waits for the GPU."""
         if self.wrong is None:
             return
         at, wrong = 0, borrow(self.wrong)
@@ -196,8 +196,8 @@ class CodedBlocks(NamedTuple):
 
 
 def decode_joined(groups: Sequence[CodedBlocks]) -> Iterator[DecodedGroup]:
-    """The rows of groups' blocks, which are the same ones. DamagedBlock for codes that no encoder wrote; on a GPU those are
-    seen when `DecodedGroup.check` is called. There groups are decoded together, as many as there is room for.
+    """Decode the rows of groups' blocks, which are the same ones. DamagedBlock for codes that no encoder wrote; on a GPU
+    those are seen when `DecodedGroup.check` is called. There groups are decoded together, as many as there is room for.
     """
     counts = [(start, len(codes.heads)) for start, codes in groups[0].blocks]
     at, tokens, on_gpu = 0, sum(count for _, count in counts), gpu_coding.available()
@@ -243,7 +243,7 @@ def _decoded(joined: Joined, start: int, codes: Codes) -> list[np.ndarray]:
 
 
 def codes_of(joined: Joined, tensors: Tensors, count: int) -> Codes:
-    """The codes of the first `count` rows in an image's tensors."""
+    """Return the codes of the first `count` rows in an image's tensors."""
     heads, words, offsets, offset_steps = (tensors[name] for name in joined.names)
     heads = heads[:count]
     return Codes(heads, words[: joined.coder.words_of(heads)], offsets, offset_steps)
@@ -255,7 +255,7 @@ def write_joined(joined: Joined, codes: Codes, tensors: Tensors) -> None:
 
 
 def _rows_of(leaf: Leaf, stream: str, first: int, last: int) -> np.ndarray:
-    """(tokens, heads, width), bf16 as uint16."""
+    """Return rows (tokens, heads, width), bf16 as uint16."""
     where = leaf.where(first, last)
     assert isinstance(where, slice)  # of layers that keep every token
     array = leaf.arrays[stream]

@@ -7,13 +7,13 @@ from prefixcache.layers.image_layout import Group, Member, Tensors
 
 
 def read(group: Group, tensors: Tensors, member: Member | None = None) -> Levels | None:
-    """The levels of a group's heads, or of one member's, as an image has them; None where its codec levels no rows."""
+    """Return the levels of a group's heads, or of one member's, as an image has them; None where its codec levels no rows."""
     stored = packed(group, tensors, member)
     return Levels.unpacked(stored) if stored is not None else None
 
 
 def packed(group: Group, tensors: Tensors, member: Member | None = None) -> PackedLevels | None:
-    """The same in the image's own numbers."""
+    """Return the same in the image's own numbers."""
     if not group.steps:
         return None
     heads = slice(None) if member is None else member.in_group
@@ -21,7 +21,7 @@ def packed(group: Group, tensors: Tensors, member: Member | None = None) -> Pack
 
 
 def write(group: Group, tensors: Tensors, packed: PackedLevels) -> None:
-    """Levels of all of a group's heads."""
+    """Write the levels of all of a group's heads."""
     if group.mean:
         tensors[group.mean][...] = packed.mean
     tensors[group.steps][...] = packed.steps

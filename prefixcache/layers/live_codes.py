@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def check(plan: Plan, leaves: Sequence[Leaf]) -> None:
-    """CacheError for a live cache that is coded otherwise than this plan codes its layer."""
+    """Raise CacheError for a live cache that is coded otherwise than this plan codes its layer."""
     for i, leaf in enumerate(leaves):
         if leaf.codes is None:
             continue
@@ -58,7 +58,7 @@ def check(plan: Plan, leaves: Sequence[Leaf]) -> None:
 
 
 def _can_be_kept(of_part: Levels, shape: tuple[int, int], centred: bool) -> bool:
-    """Whether an image's tensors can say these levels, to the bit."""
+    """Tell whether an image's tensors can say these levels, to the bit."""
     mean, divisor = of_part.mean, of_part.divisor
     if mean.shape != shape or divisor.shape != shape or not (np.isfinite(divisor).all() and (divisor >= 1).all()):
         return False
@@ -67,7 +67,7 @@ def _can_be_kept(of_part: Levels, shape: tuple[int, int], centred: bool) -> bool
 
 
 def row_codecs_of(plan: Plan, leaf: int) -> tuple[RowCodec, RowCodec]:
-    """Of a sliceable leaf's keys and values: of a transformed layer, what codes it in a live cache."""
+    """Return the row codecs of a sliceable leaf's keys and values: of a transformed layer, what codes it in a live cache."""
     keys, values = (plan.row_codecs[leaf][part] for part in PARTS)
     return keys, values
 
@@ -81,15 +81,15 @@ def _said(plan: Plan, keys: RowCodec, values: RowCodec) -> str:
 
 
 def same(a: Levels | None, b: Levels | None) -> bool:
-    """Whether rows have the same codes with both."""
+    """Tell whether rows have the same codes with both."""
     if a is b or a is None or b is None:
         return a is b
     return a.mean.shape == b.mean.shape and np.array_equal(a.mean, b.mean) and np.array_equal(a.divisor, b.divisor)
 
 
 def differing(plan: Plan, leaves: Sequence[Leaf], first: int, last: int, wanted: Sequence[Levels | None]) -> int:
-    """Of tokens `first` to `last` (not included), how many a live cache has coded with other levels than an image has, which
-    are `wanted`, by group of `plan.rows`.
+    """Count of the tokens `first` to `last` (not included) those that a live cache has coded with other levels than an
+    image has, which are `wanted`, by group of `plan.rows`.
     """
     most = 0
     for group, of_group in zip(plan.rows.groups, wanted, strict=True):
@@ -110,8 +110,9 @@ def differing(plan: Plan, leaves: Sequence[Leaf], first: int, last: int, wanted:
 
 
 def choice_of(plan: Plan, leaf: int) -> Choice | None:
-    """What a live compressed cache of this leaf would be made with. None where it must come back as it was stored: another
-    class than KVCache, rows kept by another codec, latents."""
+    """Return what a live compressed cache of this leaf would be made with. None where it must come back as it was
+    stored: another class than KVCache, rows kept by another codec, latents.
+    """
     layout = plan.leaves[leaf]
     if layout["class"] != PLAIN_CACHE or not layout["streams"]:
         return None
@@ -122,7 +123,7 @@ def choice_of(plan: Plan, leaf: int) -> Choice | None:
 
 
 def waiting(plain: Any, choice: Choice) -> TurboQuantKVCache:
-    """A live cache that holds the rows of a plain one as they are, and measures levels when it has rows enough."""
+    """Make a live cache that holds the rows of a plain one as they are, and measures levels when it has rows enough."""
     return _live_class()(choice.codec()).filled_from(plain)
 
 
@@ -136,7 +137,7 @@ class CodedLeaf(NamedTuple):
 
 
 def live(plan: Plan, leaf: int, choice: Choice, coded: CodedLeaf, rows: int, capacity: int) -> TurboQuantKVCache:
-    """A live cache of `rows` rows that takes these codes as they are, evaluated."""
+    """Make a live cache of `rows` rows that takes these codes as they are, evaluated."""
     (_, _, heads, key_width, dtype, _), (_, _, _, value_width, _, _) = plan.leaves[leaf]["streams"]
     codes = _buffers(coded.pieces, row_codecs_of(plan, leaf), heads, capacity)
     sinks = (coded.sinks[0], coded.sinks[1]) if coded.sinks else None
@@ -147,8 +148,9 @@ def live(plan: Plan, leaf: int, choice: Choice, coded: CodedLeaf, rows: int, cap
 def _buffers(
     both: Sequence[Sequence[Piece]], codecs: Sequence[RowCodec], heads: int, capacity: int
 ) -> tuple[mx.array, mx.array]:
-    """Pieces of keys and of values -> codes uint32 (1, heads, capacity, words of both) and scales uint16 (1, heads,
-    capacity, 2), zero where no piece is."""
+    """Lay out pieces of keys and of values -> codes uint32 (1, heads, capacity, words of both) and scales uint16 (1,
+    heads, capacity, 2), zero where no piece is.
+    """
     # A row's codes are copied as one: word by word takes half as long again.
     kinds = [np.dtype(("V", 4 * codec.planes[0].shape[0])) for codec in codecs]
     codes = np.zeros((1, heads, capacity), list(zip(PARTS, kinds, strict=True)))

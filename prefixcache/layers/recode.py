@@ -19,7 +19,7 @@ RowPairs = list[tuple[slice, slice]]  # rows to write, rows to read
 
 
 def row_pairs(tokens: int, into: int, out: int) -> RowPairs:
-    """Where the tokens in a mask stand among those in the mask `into`, and among those in `out`."""
+    """Say where the tokens in a mask stand among those in the mask `into`, and among those in `out`."""
     pairs = []
     for first, last in runs_of(tokens):
         a, b = ((mask & mask_of(0, first)).bit_count() for mask in (into, out))
@@ -111,7 +111,7 @@ class EncodeRows(NamedTuple):
 
 
 def _places(section: Section) -> dict[tuple[int, str], tuple[Group, slice]]:
-    """Where the rows of each leaf and stream stand."""
+    """Say where the rows of each leaf and stream stand."""
     return {
         (member.leaf, member.stream): (group, member.in_group) for group in section.groups for member in group.members
     }

@@ -55,7 +55,7 @@ class Restorer:
         return self._plain(leaf) if choice is None else self._compressed(leaf, choice)
 
     def _plain(self, leaf: int) -> Any:
-        """A layer cache of the class that was stored."""
+        """Make a layer cache of the class that was stored."""
         layer = self._plan.leaves[leaf]
         cls, streams = find_class(layer["class"]), {}
         if layer["streams"]:
@@ -70,8 +70,8 @@ class Restorer:
         return adapter_of(cls).make(cls, layer, self._rows.tokens, streams)
 
     def _compressed(self, leaf: int, choice: Choice) -> Any:
-        """A live cache that has a plain layer's codes; its rows coded anew where their levels are many, or where they are
-        transformed.
+        """Make a live cache that has a plain layer's codes; its rows coded anew where their levels are many, or where
+        they are transformed.
         """
         runs = self._rows.leading(0, self._rows.tokens)
         coded = next((run.at for run in runs if not run.coded), self._rows.tokens)
@@ -98,7 +98,7 @@ class Restorer:
         return live
 
     def _levelled(self, leaf: int, runs: list[RowRun]) -> list[Run]:
-        """From which token on rows are coded with which levels of keys and values."""
+        """Return the runs of levels that these rows are coded with."""
         levelled: list[Run] = []
         for run in runs:
             if run.coded:

@@ -67,21 +67,21 @@ def write_state(state: State, tensors: dict[str, np.ndarray]) -> None:
 
 
 def leaf_state(snapshot: Image, number: int) -> dict[str, Any]:
-    """The attributes of one of a snapshot's leaves."""
+    """Return the attributes of one of a snapshot's leaves."""
     meta, tensors = snapshot.header()
     header = json.loads(meta.extra)
     return {name: _revived(value, tensors, header["dtypes"]) for name, value in header["state"][number].items()}
 
 
 def leaf_nbytes(snapshot: Image, number: int) -> int:
-    """The bytes of the arrays of one of a snapshot's leaves."""
+    """Return the bytes of the arrays of one of a snapshot's leaves."""
     meta, tensors = snapshot.header()
     described = json.loads(meta.extra)["state"][number].values()
     return sum(tensors[f"s{array}"].nbytes for value in described for array in _array_numbers(value))
 
 
 def _revived(value: Any, tensors: dict[str, np.ndarray], dtypes: list[str]) -> Any:
-    """The value that was described so, with its arrays."""
+    """Return the value that was described so, with its arrays."""
     if not isinstance(value, list):
         return value
     kind, content = value
@@ -96,8 +96,9 @@ def _revived(value: Any, tensors: dict[str, np.ndarray], dtypes: list[str]) -> A
 
 
 def fits(extra: str, tensors: dict[str, np.ndarray], leaves: int, tokens: int) -> bool:
-    """Whether a snapshot, with so many tokens behind its block, describes the state of so many leaves by arrays that it
-    has."""
+    """Tell whether a snapshot, with so many tokens behind its block, describes the state of so many leaves by arrays
+    that it has.
+    """
     arrays = {name: array for name, array in tensors.items() if name != "tokens"}
     if len(tensors) == len(arrays) or tensors["tokens"].shape != (tokens,):
         return False
@@ -113,7 +114,7 @@ def fits(extra: str, tensors: dict[str, np.ndarray], leaves: int, tokens: int) -
 
 
 def _is_described(value: Any, arrays: int) -> bool:
-    """Whether `describe_state` describes an attribute so, with so many arrays at hand."""
+    """Tell whether `describe_state` describes an attribute so, with so many arrays at hand."""
     if not isinstance(value, list):
         return value is None or isinstance(value, (bool, int, float, str))
     kind, content = value
@@ -126,7 +127,7 @@ def _is_described(value: Any, arrays: int) -> bool:
 
 
 def _array_numbers(value: Any) -> Iterator[int]:
-    """The arrays in what is described so."""
+    """Return the arrays in what is described so."""
     if isinstance(value, list):
         kind, content = value
         if kind == "array":

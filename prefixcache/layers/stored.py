@@ -45,17 +45,15 @@ class StoredPrompt:
         return sum(image.nbytes for image in (*images, self.snapshot) if image is not None)
 
     def copy(self) -> StoredPrompt:
-        """Another holder of the same bytes: trimming one does not show in the other."""
+        """Return another holder of the same bytes: trimming one does not show in the other."""
         return StoredPrompt(self.plan, self.tokens, self.blocks, self.snapshot)
 
     def is_trimmable(self) -> bool:
-        """Whether the last token can be cut off. Recurrent state can't be cut, a window only while its rows are held."""
+        """Tell whether the last token can be cut off. Recurrent state can't be cut, a window only while its rows are held."""
         return self.tokens > 0 and self._holds(self.tokens - 1)
 
     def trim(self, n: int) -> int:
-        """Cut the last `n` tokens off, here only. Returns how many were cut. ValueError where rows for that are
-        missing.
-        """
+        """Cut the last `n` tokens off, here only. Returns how many were cut. ValueError where rows for that are missing."""
         if n < 0:
             raise ValueError(f"trim({n}): give a number of tokens")
         n = min(n, self.tokens)
@@ -65,7 +63,7 @@ class StoredPrompt:
         return n
 
     def dequantize(self, room: int = 0, read_ahead: ReadAhead | None = None) -> list[Any]:
-        """A live prompt cache of the classes that were stored, with room for `room` more tokens before it must grow.
+        """Make a live prompt cache of the classes that were stored, with room for `room` more tokens before it must grow.
 
         What is decoded already is taken from `read_ahead`. DamagedBlock for a file that somebody forged: a `fetch` deletes
         it.
@@ -154,7 +152,7 @@ class StoredLayer:
         return self._prompt.trim(n)
 
     def dequantize(self, room: int = 0) -> Any:
-        """A live layer cache of the class that was stored."""
+        """Make a live layer cache of the class that was stored."""
         return self._prompt._restored([self._index], room, live=False)[0]
 
     def live(self, room: int = 0) -> Any:

@@ -86,12 +86,14 @@ class StoredRows:
         return [self.plan.is_coded(block.tensors) for block in self.blocks]
 
     def pieces(self, leaf: int, stream: str) -> list[Piece]:
-        """All rows of one stream, still coded. Call `check` once all are decoded. DamagedBlock as `decode_joined`."""
+        """Return all rows of one stream, still coded. Call `check` once all are decoded. DamagedBlock as `decode_joined`."""
         window = self.plan.window_of(leaf)
         return self._of_all_tokens(leaf, stream) if window is None else self._of_window(leaf, stream, window)
 
     def leading(self, first: int, last: int) -> list[RowRun]:
-        """The runs of tokens `first` to `last` (not included), of tensors whose rows begin with their block's first token."""
+        """Return the runs of tokens `first` to `last` (not included), of tensors whose rows begin with their block's
+        first token.
+        """
         if (first, last) not in self._leading:  # each stream asks for the same few
             runs = self._leading[first, last] = []
             for block, coded in zip(self.blocks, self._coded, strict=True):
@@ -106,7 +108,7 @@ class StoredRows:
             group.check()
 
     def _of_all_tokens(self, leaf: int, stream: str) -> list[Piece]:
-        """A layer that keeps every token: sinks, then codes, then the tail as it is."""
+        """Return the rows of a layer that keeps every token: sinks, then codes, then the tail as it is."""
         plan, sinks = self.plan, 0
         pieces: list[Piece] = []
         runs = self.leading(0, self.tokens)
@@ -124,7 +126,7 @@ class StoredRows:
         return pieces
 
     def _of_joined(self, leaf: int, stream: str, first: int) -> list[Piece]:
-        """The coded rows, from token `first` on, of a stream that is transformed with others."""
+        """Return the coded rows, from token `first` on, of a stream that is transformed with others."""
         j, number = self.plan.joined_places[leaf, stream]
         if self._group is None or self._group[0] != j:
             group = next(self._next_groups, None)
@@ -176,7 +178,7 @@ class StoredRows:
 
 
 def pieces_of(section: Section, place: Place, runs: Iterable[RowRun]) -> list[Piece]:
-    """One stream's rows of these runs, still coded, from the tensors of a section where it has this place."""
+    """Return one stream's rows of these runs, still coded, from the tensors of a section where it has this place."""
     group, member = section.groups[place[0]], place[1]
     pieces = []
     for run in runs:

@@ -48,14 +48,16 @@ def leading_rows(plan: Plan, leaves: Sequence[Leaf], start: int, tensors: Tensor
 def leading_window(
     plan: Plan, leaves: Sequence[Leaf], start: int, tensors: Tensors, stored: Sequence[int], shared: Sequence[int]
 ) -> int:
-    """The same of a window image that has the tokens in the masks `stored`, one for each window; those in `shared` count."""
+    """Count the same of a window image that has the tokens in the masks `stored`, one for each window; those in
+    `shared` count.
+    """
     compared = _compared_windows(plan, leaves, start, tensors, stored, shared)
     return _leading(compared, max(mask.bit_length() for mask in shared))
 
 
 def _leading(compared: Iterator[Compared], count: int) -> int:
-    """The tokens before the first row that differs; 0 where no row is alike. Most live rows were computed: then the first
-    stream says so, and no other is decoded.
+    """Count the tokens before the first row that differs; 0 where no row is alike. Most live rows were computed: then
+    the first stream says so, and no other is decoded.
     """
     leading, lowest = count, count
     for stream in compared:
@@ -115,7 +117,7 @@ def _compared(group: Group, member: Member, leaf: Leaf, start: int, tensors: Ten
 
 
 def _live(leaf: Leaf, stream: str, start: int, run: TokenRun) -> mx.array:
-    """(heads, tokens, width)."""
+    """Return live rows (heads, tokens, width)."""
     where = leaf.where(start + run.first, start + run.last)
     return leaf.arrays[stream][0][:, where if isinstance(where, slice) else mx.array(where)]
 
@@ -127,7 +129,7 @@ def _alike(live: mx.array, stored: mx.array) -> mx.array:
 def _same_codes(
     group: Group, member: Member, codes: LiveCodes, start: int, tensors: Tensors, run: TokenRun
 ) -> mx.array:
-    """Of a live cache that has codes itself, whether these are the stored ones, of the same levels."""
+    """Tell, of a live cache that has codes itself, whether these are the stored ones, of the same levels."""
     first, last, of_image = start + run.first, start + run.last, levels.read(group, tensors, member)
     alike = np.ones(last - first, bool)
     for name, plane in zip(group.names, codes.planes(member.stream), strict=True):

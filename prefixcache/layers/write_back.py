@@ -25,7 +25,7 @@ from prefixcache.layers.recode import row_pairs
 
 
 def decoded_rows(group: Group, member: Member, rows: slice, tensors: Tensors) -> mx.array:
-    """These rows of an image's tensors as a fetch would give them, of one stream: (heads, tokens, width)."""
+    """Return these rows of an image's tensors as a fetch would give them, of one stream: (heads, tokens, width)."""
     planes = tuple(tensors[name][rows, member.in_group] for name in group.names)
     piece = Piece(group.codec, planes, 0, levels.packed(group, tensors, member))
     return decode([piece], member.heads, piece.tokens, group.codec.width, group.codec.dtype)
@@ -60,7 +60,7 @@ class WriteBack:
             self.add(member, first, decoded_rows(group, member, rows, tensors), exact)
 
     def decode_section(self, section: Section, first: int, tensors: Tensors, rows: slice) -> None:
-        """The same for all of a section's streams. Of sinks those are added that stand as they are, not their codes."""
+        """Do the same for all of a section's streams. Of sinks those are added that stand as they are, not their codes."""
         for group in section.groups:
             exact = 0 if isinstance(group.codec, RawRows) else self._plan.sink_tokens
             for member in group.members:
@@ -126,7 +126,7 @@ class WriteBack:
 
 
 def _adjacent_joined(pieces: list[tuple[int, mx.array]]) -> list[tuple[int, mx.array]]:
-    """Each run of pieces that follow each other as one piece: each update of a buffer costs."""
+    """Join each run of pieces that follow each other as one piece: each update of a buffer costs."""
     runs: list[tuple[int, list[mx.array]]] = []
     end = -1
     for first, rows in pieces:

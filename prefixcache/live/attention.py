@@ -21,7 +21,7 @@ Mask = mx.array | str | None
 
 
 def attend(layer: LayerState, queries: mx.array, scale: float, mask: Mask, sinks: mx.array | None) -> mx.array:
-    """Queries (B, query heads, L, key width) -> (B, query heads, L, value width), of their dtype.
+    """Attend with queries (B, query heads, L, key width): return (B, query heads, L, value width) of their dtype.
 
     `mask`: None, "causal" (the queries are the last L rows), or an array that broadcasts to (B, query heads, L, rows),
     of booleans (True: attend) or added to the scores. `sinks` (query heads,): logits of nothing, beside the keys'. A
@@ -81,7 +81,7 @@ def _of_queries(mask: mx.array | None, first: int, last: int) -> mx.array | None
 def plain(
     queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Mask, sinks: mx.array | None
 ) -> mx.array:
-    """MLX's own attention, but zeros for a query that may attend to nothing."""
+    """Return MLX's own attention, but zeros for a query that may attend to nothing."""
     sinks = sinks.astype(queries.dtype) if sinks is not None else None
     out = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
     if isinstance(mask, mx.array):
@@ -154,7 +154,7 @@ def _uncoded_part(layer: LayerState, call: AttentionCall) -> AttentionPart:
 
 
 def _by_heads(layer: LayerState, queries: mx.array, scale: float, mask: Mask, sinks: mx.array | None) -> mx.array:
-    """MLX's own attention, on one key head's rows at a time: no more than those is ever decoded at once."""
+    """Return MLX's own attention, on one key head's rows at a time: no more than those is ever decoded at once."""
     assert layer.kind is not None
     group, length = queries.shape[1] // layer.kind.heads, queries.shape[2]
     if isinstance(mask, mx.array):

@@ -16,7 +16,7 @@ ALIKE = "caches of one batch are coded alike; convert them with one codec"
 
 
 def merged(singles: Sequence[CodedLayer]) -> CodedLayer:
-    """One batch of layers of one sequence each, left-padded to the longest. ValueError where they aren't alike."""
+    """Return one batch of layers of one sequence each, left-padded to the longest. ValueError where they aren't alike."""
     singles = _ready([_with_sequences(layer, 1) for layer in singles])
     rows = max(layer.rows for layer in singles)
     pads = [rows - layer.rows for layer in singles]
@@ -36,7 +36,7 @@ def merged(singles: Sequence[CodedLayer]) -> CodedLayer:
 
 
 def joined(first: CodedLayer, second: CodedLayer) -> CodedLayer:
-    """The sequences of both, one batch behind the other. ValueError where they aren't alike."""
+    """Return the sequences of both, one batch behind the other. ValueError where they aren't alike."""
     first, second = both = _ready([first.copy(), second.copy()])
     rows = max(first.rows, second.rows)
     shifts = [rows - layer.rows for layer in both for _ in layer.pads]
@@ -56,7 +56,7 @@ def joined(first: CodedLayer, second: CodedLayer) -> CodedLayer:
 
 
 def _with_sequences(layer: CodedLayer, batch: int) -> CodedLayer:
-    """A copy, of so many sequences where no rows have said how many there are."""
+    """Return a copy, of so many sequences where no rows have said how many there are."""
     if layer.pads:
         return layer.copy()
     alignment, recent = layer.alignment._replace(pads=(0,) * batch), layer.recent._replace(floors=(0,) * batch)
@@ -64,7 +64,7 @@ def _with_sequences(layer: CodedLayer, batch: int) -> CodedLayer:
 
 
 def _ready(layers: list[CodedLayer]) -> list[CodedLayer]:
-    """Layers that can be one batch, as all of them wait or none does. ValueError where they can't."""
+    """Return layers that can be one batch, as all of them wait or none does. ValueError where they can't."""
     first = layers[0]
     kinds = [layer.kind._asdict() for layer in layers if layer.kind is not None]
     for layer in layers:
@@ -84,7 +84,7 @@ def _ready(layers: list[CodedLayer]) -> list[CodedLayer]:
 
 
 def _batch_of(layers: list[CodedLayer], alignment: Alignment, shifts: Sequence[int]) -> CodedLayer:
-    """A layer of all their sequences, whose rows move by `shifts`, without those that wait, are coded or decoded."""
+    """Return a layer of all their sequences, whose rows move by `shifts`, without those that wait, are coded or decoded."""
     first, sizes = layers[0], [layer.batch for layer in layers]
     waiting = first.waiting is not None
     ends = [end for layer in layers for end in layer.alignment.all_ends()]
@@ -103,7 +103,7 @@ def _batch_of(layers: list[CodedLayer], alignment: Alignment, shifts: Sequence[i
 
 
 def selected(layer: CodedLayer, indices: mx.array) -> CodedLayer:
-    """These sequences, in this order, without the padding that none of them needs."""
+    """Return these sequences, in this order, without the padding that none of them needs."""
     chosen: list[int] = indices.tolist()  # type: ignore[assignment]
     old = layer.alignment
     if not chosen:
@@ -129,7 +129,7 @@ def selected(layer: CodedLayer, indices: mx.array) -> CodedLayer:
 
 
 def sequence(layer: CodedLayer, b: int) -> CodedLayer:
-    """One sequence by itself, copied out."""
+    """Return one sequence by itself, copied out."""
     pad, count = layer.pads[b], layer.alignment.tokens_of(b)
     runs = layer.runs[b : b + 1]
     if not count:
@@ -150,7 +150,7 @@ def sequence(layer: CodedLayer, b: int) -> CodedLayer:
 
 
 def turned_left(layer: CodedLayer, right: Sequence[int]) -> CodedLayer:
-    """Where each sequence has so many rows of padding on its right: with them on its left."""
+    """Return the layer, in which each sequence has so many rows of padding on its right, with them on its left."""
     old, shifts = layer.alignment, mx.array(list(right))
     pads = tuple(pad + more for pad, more in zip(old.pads, right, strict=True))
     turned = layer.changed(

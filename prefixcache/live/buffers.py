@@ -47,7 +47,7 @@ class Alignment(NamedTuple):
         return max(self.rows - self.pads[sequence], 0)
 
     def end_of(self, sequence: int) -> int:
-        """The row behind the sequence's last one: the end of the rows, but for padding on the right."""
+        """Return the row behind the sequence's last one: the end of the rows, but for padding on the right."""
         return self.rows if self.ends is None else min(self.rows, self.ends[sequence])
 
     def all_ends(self) -> list[int]:
@@ -60,7 +60,7 @@ class RowBuffer(NamedTuple):
     arrays: Two | None = None
 
     def put(self, first: mx.array, second: mx.array, at: int) -> Self:
-        """With these rows from row `at` on."""
+        """Return the rows with these rows from row `at` on."""
         before = self.arrays or (None, None)
         return type(self)((_put(before[0], first, at), _put(before[1], second, at)))
 
@@ -70,7 +70,7 @@ class RowBuffer(NamedTuple):
         return first[sequences, heads, rows], second[sequences, heads, rows]
 
     def overwritten(self, sequence: int, rows: slice, new: Two) -> Self:
-        """With other rows, (1, heads, n, width), in place of these of a sequence."""
+        """Return the rows with other rows, (1, heads, n, width), in place of these of a sequence."""
         assert self.arrays is not None
         arrays = copy.copy(self.arrays[0]), copy.copy(self.arrays[1])
         for array, part in zip(arrays, new, strict=True):
@@ -80,7 +80,7 @@ class RowBuffer(NamedTuple):
     # -- of batches --
 
     def sequence(self, b: int, rows: slice) -> Self:
-        """One sequence's rows, copied out."""
+        """Return one sequence's rows, copied out."""
         if self.arrays is None:
             return self
         return type(self)(_two(mx.contiguous(array[b : b + 1, :, rows]) for array in self.arrays))
@@ -96,11 +96,11 @@ class RowBuffer(NamedTuple):
 
     @classmethod
     def stacked(cls, singles: Sequence[tuple[RowBuffer, int]]) -> Self:
-        """One batch of single sequences, of which so many rows count, left-padded to the longest."""
+        """Return one batch of single sequences, of which so many rows count, left-padded to the longest."""
         return cls(_two(ragged.stacked([(buffer.arrays, rows) for buffer, rows in singles])))
 
     def joined(self, rows: int, sequences: int, other: RowBuffer, other_rows: int, other_sequences: int) -> Self:
-        """The sequences of both, right-justified to the longer; of which so many rows count."""
+        """Return the sequences of both, right-justified to the longer; of which so many rows count."""
         some = self.arrays or other.arrays
         if some is None:
             return self
@@ -146,7 +146,7 @@ class FirstRows(NamedTuple):
     arrays: Two | None = None
 
     def put(self, keys: mx.array, values: mx.array, at: int, pads: Sequence[int]) -> FirstRows:
-        """With those of these rows, the first of which is row `at`, that are among a sequence's first."""
+        """Return the rows with those of these rows, the first of which is row `at`, that are among a sequence's first."""
         arrays, count = self.arrays, keys.shape[2]
         for b, pad in enumerate(pads):
             first, last = max(at, pad), min(at + count, pad + self.size)
@@ -166,7 +166,7 @@ class FirstRows(NamedTuple):
 
     @staticmethod
     def listed(several: Sequence[FirstRows], batches: Sequence[int]) -> FirstRows:
-        """Those of several batches of so many sequences, one behind the other."""
+        """Return those of several batches of so many sequences, one behind the other."""
         return FirstRows(several[0].size, _listed([rows.arrays for rows in several], batches))
 
 
@@ -181,14 +181,16 @@ class RecentRows(NamedTuple):
     arrays: Two | None = None
 
     def first(self, sequence: int, end: int) -> int:
-        """The first row that is recent, of a sequence that ends at row `end`."""
+        """Return the first row that is recent, of a sequence that ends at row `end`."""
         return max(self.floors[sequence], end - self.size)
 
     def firsts(self, ends: Sequence[int]) -> list[int]:
         return [self.first(b, end) for b, end in enumerate(ends)]
 
     def put(self, keys: mx.array, values: mx.array, at: int, ends: Sequence[int]) -> RecentRows:
-        """With those of these rows, the first of which is row `at`, that are among a sequence's last before `ends`."""
+        """Return the rows with those of these rows, the first of which is row `at`, that are among a sequence's last
+        before `ends`.
+        """
         if not self.size:
             return self
         arrays = self.arrays or _zeros(keys, values, self.size)
@@ -200,7 +202,7 @@ class RecentRows(NamedTuple):
         return RecentRows(self.size, self.floors, arrays)
 
     def put_one(self, keys: mx.array, values: mx.array, at: int) -> RecentRows:
-        """With row `at` of every sequence. `put` of one row, without asking."""
+        """Return the rows with row `at` of every sequence. `put` of one row, without asking."""
         if self.arrays is None:
             return self
         place = at % self.size
@@ -209,7 +211,7 @@ class RecentRows(NamedTuple):
         return RecentRows(self.size, self.floors, (into_keys, into_values))
 
     def pieces(self, b: int, heads: slice, low: int, high: int) -> list[Two]:
-        """Rows `low` to `high` (not included) of a sequence, in order: (1, heads, n, width)."""
+        """Return rows `low` to `high` (not included) of a sequence, in order: (1, heads, n, width)."""
         if self.arrays is None:
             return []
         keys, values = self.arrays
@@ -220,7 +222,7 @@ class RecentRows(NamedTuple):
         return pieces
 
     def numbers(self, low: int, high: int) -> list[int]:
-        """The row in each place of the ring, -1 for none, where rows `low` to `high` (not included) are there."""
+        """Return the row in each place of the ring, -1 for none, where rows `low` to `high` (not included) are there."""
         numbers = [-1] * self.size
         for row in range(low, high):
             numbers[row % self.size] = row
@@ -229,7 +231,7 @@ class RecentRows(NamedTuple):
     # -- of batches --
 
     def sequence(self, b: int, pad: int, end: int) -> RecentRows:
-        """One sequence's, without its padding."""
+        """Return one sequence's, without its padding."""
         arrays = None if self.arrays is None else (self.arrays[0][b : b + 1], self.arrays[1][b : b + 1])
         return RecentRows(self.size, (self.floors[b],), arrays).renumbered([-pad], [end], end)
 
@@ -239,11 +241,11 @@ class RecentRows(NamedTuple):
         return RecentRows(self.size, floors, arrays)
 
     def cut(self, ends: Sequence[int], rows: int) -> RecentRows:
-        """Where only the first `rows` rows are left of sequences that ended there."""
+        """Return what stays where only the first `rows` rows are left of sequences that ended there."""
         return self._replace(floors=tuple(min(first, rows) for first in self.firsts(ends)))
 
     def renumbered(self, shifts: Sequence[int], ends: Sequence[int], rows: int) -> RecentRows:
-        """Where row r of sequence b, which ended there, becomes row r + shifts[b], below `rows`."""
+        """Return the same rows where row r of sequence b, which ended there, becomes row r + shifts[b], below `rows`."""
         moved = [max(first + n, 0) for first, n in zip(self.firsts(ends), shifts, strict=True)]
         return self._replace(floors=tuple(min(first, rows) for first in moved))._turned(shifts)
 
@@ -254,7 +256,7 @@ class RecentRows(NamedTuple):
 
     @staticmethod
     def listed(several: Sequence[RecentRows], batches: Sequence[int]) -> RecentRows:
-        """Those of several batches of so many sequences, one behind the other."""
+        """Return those of several batches of so many sequences, one behind the other."""
         floors = tuple(floor for rows in several for floor in rows.floors)
         return RecentRows(several[0].size, floors, _listed([rows.arrays for rows in several], batches))
 
@@ -266,7 +268,7 @@ class RowNumbers:
         self._arrays: dict[tuple[int, ...], mx.array] = {}
 
     def of(self, rows: Sequence[int], default: int) -> mx.array | None:
-        """(B,); None where all are the default."""
+        """Return numbers (B,); None where all are the default."""
         if all(row == default for row in rows):
             return None
         key = tuple(rows)
@@ -282,7 +284,7 @@ class RowNumbers:
 
 
 def places(low: int, high: int, size: int) -> list[tuple[int, int, int]]:
-    """Where rows `low` to `high` (not included, at most `size`) stand in a ring: (first, behind the last, place)."""
+    """Say where rows `low` to `high` (not included, at most `size`) stand in a ring: (first, behind the last, place)."""
     if low >= high:
         return []
     border = min(high, (low // size + 1) * size)
@@ -290,7 +292,7 @@ def places(low: int, high: int, size: int) -> list[tuple[int, int, int]]:
 
 
 def _put(buffer: mx.array | None, new: mx.array, at: int) -> mx.array:
-    """A buffer (B, heads, capacity, ...) with `new` in its rows from `at` on, longer by whole steps where need be."""
+    """Return a buffer (B, heads, capacity, ...) with `new` in its rows from `at` on, longer by whole steps where need be."""
     end = at + new.shape[2]
     if buffer is None or end > buffer.shape[2]:
         room = -(-new.shape[2] // STEP) * STEP
@@ -315,7 +317,7 @@ def _zeros(keys: mx.array, values: mx.array, rows: int) -> Two:
 
 
 def _listed(several: Sequence[Two | None], batches: Sequence[int]) -> Two | None:
-    """One behind the other, zeros for each batch that has none."""
+    """Return one behind the other, zeros for each batch that has none."""
     some = next((arrays for arrays in several if arrays is not None), None)
     if some is None:
         return None

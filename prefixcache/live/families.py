@@ -67,7 +67,7 @@ WITHOUT_ATTENTION = frozenset({"mamba", "mamba2", "rwkv7"})
 
 
 def check(model: nn.Module) -> None:
-    """ValueError that names the family, why, and what to do, unless attention can read codes in every layer."""
+    """Raise ValueError that names the family, why, and what to do, unless attention can read codes in every layer."""
     module_of_model, attends = type(model).__module__, False
     for layer in model.modules():
         for module in attention_modules(type(layer)):
@@ -81,7 +81,7 @@ def check(model: nn.Module) -> None:
 
 
 def refusal(module: str, layer: nn.Module) -> str | None:
-    """Why attention that is defined in `module` can't read codes in this layer; None when it can."""
+    """Say why attention that is defined in `module` can't read codes in this layer; None when it can."""
     name = module.removeprefix(MODELS)
     if not module.startswith(MODELS):
         return "it is not one of mlx-lm's models, and what it does with fetched keys and values is not known"
@@ -94,7 +94,8 @@ def refusal(module: str, layer: nn.Module) -> str | None:
 
 
 def attention_modules(cls: type) -> Iterator[str]:
-    """The modules of a layer class's functions that update a cache: its own, its bases' and those put in their place.
+    """Return the modules of a layer class's functions that update a cache: its own, its bases' and those put in their
+    place.
 
     Where the function's code is decides, not the class: a subclass in a wrapper's module keeps its base's attention,
     and a server's patch of mlx-lm's class is not mlx-lm's any more.

@@ -49,7 +49,7 @@ class CodedLayer(LayerState):
     def empty(
         cls, choice: Choice, attend: str, shared: SharedLevels | None = None, number: int = 0, pads: Sequence[int] = ()
     ) -> CodedLayer:
-        """No rows yet; of so many sequences as `pads` has, or of any number."""
+        """Return a layer without rows; of so many sequences as `pads` has, or of any number."""
         recent = RecentRows(choice.recent_tokens, (0,) * len(pads))
         waiting = NO_ROWS if choice.levelling else None
         alignment = Alignment(0, tuple(pads))
@@ -68,11 +68,11 @@ class CodedLayer(LayerState):
         return layer
 
     def copy(self) -> CodedLayer:
-        """The same rows. What becomes of one of the two never shows in the other."""
+        """Return another layer of the same rows. What becomes of one of the two never shows in the other."""
         return self.changed(_stacks=self._stacks.copy() if self._stacks is not None else None)
 
     def changed(self, **parts: Any) -> CodedLayer:
-        """Another layer, the same but for these fields."""
+        """Return another layer, the same but for these fields."""
         other = CodedLayer.__new__(CodedLayer)
         other.__dict__.update(self.__dict__, numbers=RowNumbers(), _steps=None, **parts)
         return other
@@ -80,7 +80,7 @@ class CodedLayer(LayerState):
     # -- appending ----------------------------------------------------------------------------------------------------
 
     def append(self, keys: mx.array, values: mx.array) -> None:
-        """Rows (B, heads, L, width) of each sequence, behind those that are there."""
+        """Append rows (B, heads, L, width) of each sequence behind those that are there."""
         at, count, steps = self.alignment.rows, keys.shape[2], self._steps
         if steps is not None and steps.takes(keys, values, at) and self.alignment.ends is None:
             self._hold(*steps.encode(keys, values), at)
@@ -104,7 +104,7 @@ class CodedLayer(LayerState):
             self._expect_steps(keys, values)
 
     def _expect_steps(self, keys: mx.array, values: mx.array) -> None:
-        """One row came, so more will."""
+        """Prepare for more single rows: one came."""
         rows, pads = self.rows, self.pads
         if self.attends == "codes" and all(rows >= pad + self.choice.sink_tokens for pad in pads):
             cuts = [pad + run.first for pad, runs in zip(pads, self.runs, strict=True) for run in runs]
@@ -113,7 +113,7 @@ class CodedLayer(LayerState):
             self._steps = Steps(tuple(keys.shape), tuple(values.shape), keys.dtype, until, encode_step)
 
     def _check(self, keys: mx.array, values: mx.array) -> None:
-        """ValueError for rows that don't belong here, before anything but `kind` is changed."""
+        """Raise ValueError for rows that don't belong here, before anything but `kind` is changed."""
         if keys.ndim != 4 or values.ndim != 4 or keys.shape[:3] != values.shape[:3]:
             raise ValueError(
                 f"keys {keys.shape} and values {values.shape}: give (batch, heads, tokens, width) with equal first three"

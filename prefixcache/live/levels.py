@@ -33,7 +33,7 @@ class SharedLevels:
         return self._by_layer.get(layer)
 
     def settle(self, layer: int, measured: LayerLevels) -> LayerLevels:
-        """The layer's levels: those that came first."""
+        """Return the layer's levels: those that came first."""
         with self._lock:
             return self._by_layer.setdefault(layer, measured)
 
@@ -50,7 +50,7 @@ class LevelStacks:
         self._stacks: dict[tuple[int, ...], tuple[list[LayerLevels], tuple[LevelStack, LevelStack]]] = {}
 
     def of(self, levels: list[LayerLevels]) -> tuple[LevelStack, LevelStack]:
-        """Of keys and of values; `levels` are those of each sequence, or one for all."""
+        """Return the stacks of keys and of values; `levels` are those of each sequence, or one for all."""
         if all(of_sequence is levels[0] for of_sequence in levels):
             levels = levels[:1]
         key = tuple(map(id, levels))
@@ -75,7 +75,7 @@ class LevelStacks:
 
 
 def run_at(runs: Sequence[Run], token: int) -> Run:
-    """The run of a token; of padding before the first token, the first run."""
+    """Return the run of a token; of padding before the first token, the first run."""
     return next((run for run in reversed(runs) if run.first <= token), runs[0])
 
 
@@ -103,8 +103,9 @@ def spans_of(runs: Sequence[Run], pad: int, low: int, high: int) -> list[CodedSp
 
 
 def measured_from(rows: tuple[mx.array, mx.array], ranges: Sequence[tuple[int, int]]) -> LayerLevels:
-    """Levels of keys and values (B, heads, T, width): of rows evenly drawn from the `ranges` (first, last not included)
-    of the sequences."""
+    """Measure levels of keys and values (B, heads, T, width): of rows evenly drawn from the `ranges` (first, last not
+    included) of the sequences.
+    """
     count = sum(last - first for first, last in ranges)
     drawn = np.linspace(0, count - 1, min(count, MOST_MEASURED)).astype(np.int64)
     at, drawn_of = 0, []

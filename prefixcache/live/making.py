@@ -41,7 +41,7 @@ def make_prompt_cache(
     recent_tokens: int = RECENT,
     levels: SharedLevels | None = None,
 ) -> LivePromptCache:
-    """What mlx-lm's `make_prompt_cache(model)` gives, with codes in its plain layers, still empty.
+    """Return what mlx-lm's `make_prompt_cache(model)` gives, with codes in its plain layers, still empty.
 
     `codec`: a `TurboQuant`, or its text. Layers of mlx-lm's KVCache, and those in a CacheList, are coded where the codec
     takes their rows; sliding windows, chunks, recurrent state, MLA latents and the codec's `fp16_layers`
@@ -95,7 +95,7 @@ def convert_in_place(
     recent_tokens: int = RECENT,
     levels: SharedLevels | None = None,
 ) -> LivePromptCache:
-    """`convert_prompt_cache`, but replace the layers of `prompt_cache` one by one: no more than one is there twice."""
+    """Do as `convert_prompt_cache`, but replace the layers of `prompt_cache` one by one: no more than one is there twice."""
     making = _Making(_checked(codec), _layers_of(prompt_cache, model, attend), attend, recent_tokens, levels)
     return making.all(prompt_cache, None, into=prompt_cache)
 
@@ -112,7 +112,7 @@ def _layers_of(prompt_cache: Sequence[Any], model: Any, attend: str) -> int:
 
 
 def check_layers(prompt_cache: Sequence[Any], model: Any) -> None:
-    """ValueError where a prompt cache is not one of this model: another number of layers, or other rows in one."""
+    """Raise ValueError where a prompt cache is not one of this model: another number of layers, or other rows in one."""
     sketched = rows_of(model)
     if len(prompt_cache) != len(sketched):
         raise ValueError(
@@ -156,7 +156,7 @@ class _Making:
 
     @staticmethod
     def _not_shared(cache: Any) -> Any:
-        """What stays as it is may still not be shared: the model writes into it."""
+        """Return a copy of what stays as it is: the model writes into it."""
         return copy.deepcopy(cache)
 
     def _layer(self, cache: Any, layer: int, rows: Any) -> Any:
@@ -206,7 +206,7 @@ class _Making:
         return keys, values
 
     def _coder(self, layer: int, rows: LayerRows) -> Any:
-        """What makes a layer's cache from a plain one; or why the layer stays as it is."""
+        """Return what makes a layer's cache from a plain one; or why the layer stays as it is."""
         if rows.dtype not in FLOATS:
             return f"rows of {rows.dtype}"
         keys, values = self._row_codecs(layer, rows)
@@ -249,7 +249,7 @@ def _spoken(layers: list[int]) -> str:
 
 
 def _rows_in(cache: Any) -> list[LayerRows | None]:
-    """Of each leaf of a layer's cache, depth first."""
+    """Return the rows of each leaf of a layer's cache, depth first."""
     if isinstance(cache, CacheList):
         return [rows for child in cache.caches for rows in _rows_in(child)]
     if isinstance(cache, TurboQuantKVCache):
@@ -261,8 +261,9 @@ def _rows_in(cache: Any) -> list[LayerRows | None]:
 
 
 def rows_of(model: Any) -> list[list[LayerRows | None]]:
-    """Of each layer of a model, and each leaf of its cache, the rows that it makes. One step is built as a graph and never
-    evaluated, which takes a millisecond or a few."""
+    """Return the rows that each layer of a model makes, in each leaf of its cache. One step is built as a graph and
+    never evaluated, which takes a millisecond or a few.
+    """
     caches = mlx_caches.make_prompt_cache(model)
     model(mx.array([[0]]), cache=caches)
     return [_rows_in(cache) for cache in caches]

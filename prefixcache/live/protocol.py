@@ -25,7 +25,7 @@ class LiveCache:
     _layer: CodedLayer
 
     def keys_and_values(self) -> tuple[Any, Any]:
-        """What stands for all keys and values of this cache, as `update_and_fetch` returns it."""
+        """Return what stands for all keys and values of this cache, as `update_and_fetch` returns it."""
         layer, kind = self._layer, self._layer.known_kind()
         if layer.waiting is not None or layer.attends == "buffer":
             return decoded_heads(layer, 0, kind.heads)
@@ -36,7 +36,9 @@ class LiveCache:
     def attend_to_codes(
         self, queries: mx.array, keys: Any, values: Any, *, scale: float, mask: Any, sinks: mx.array | None = None
     ) -> mx.array:
-        """What the hook calls, with what `update_and_fetch` returned: see `attention.attend`. On arrays it is MLX's own."""
+        """Attend, as the hook asks, with what `update_and_fetch` returned: see `attention.attend`. On arrays it is
+        MLX's own.
+        """
         if isinstance(keys, mx.array):
             return plain(queries, keys, values, scale, mask, sinks)
         return attend(self._layer, queries, scale, mask, sinks)
@@ -55,7 +57,7 @@ class LiveCache:
         return self._layer.known_kind().key_width
 
     def size(self) -> int:
-        """Rows held: of a batch, padding included."""
+        """Count the rows: of a batch, padding included."""
         return self._layer.rows
 
     def empty(self) -> bool:
@@ -82,14 +84,16 @@ class LiveCache:
 
     @classmethod
     def from_state(cls, state: Sequence[mx.array], meta_state: Any = "") -> Self:
-        """The cache whose `state` this was, its codec included. ValueError for any other state."""
+        """Return the cache whose `state` this was, its codec included. ValueError for any other state."""
         cache = cls.__new__(cls)
         cache.state, cache.meta_state = state, meta_state  # type: ignore[attr-defined]
         hook_for(cache._layer)
         return cache
 
     def copy(self) -> Self:
-        """Another cache of the same rows. It costs nothing until one of the two changes, which the other never shows."""
+        """Return another cache of the same rows. It costs nothing until one of the two changes, which the other never
+        shows.
+        """
         other = type(self).__new__(type(self))
         other.__dict__.update(self.__dict__)
         other._layer = self._layer.copy()
@@ -118,6 +122,6 @@ class LiveCache:
 
 
 def hook_for(layer: CodedLayer) -> None:
-    """Attention to codes needs the hook."""
+    """Hook attention where codes are attended to."""
     if layer.attends == "codes":
         hook_attention()

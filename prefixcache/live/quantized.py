@@ -118,14 +118,14 @@ def _plain_matmul(rows: mx.array, other: mx.array, transpose: bool) -> mx.array:
 
 
 def _by_group(mask: mx.array, kv_heads: int) -> mx.array:
-    """A mask broadcastable to (B, Hq, L, T) as one that is to (B, H, Hq / H, L, T)."""
+    """Return a mask broadcastable to (B, Hq, L, T) as one that is to (B, H, Hq / H, L, T)."""
     mask = mask.reshape(*[1] * (4 - mask.ndim), *mask.shape)
     batch, heads, *rest = mask.shape
     return mask.reshape(batch, *((1, 1) if heads == 1 else (kv_heads, heads // kv_heads)), *rest)
 
 
 def _appended(arrays: Arrays | None, used: int, new: Sequence[mx.array], step: int) -> Arrays:
-    """`arrays` (B, H, T, w) with `new` (B, H, L, w) at row `used`, in room for a multiple of `step` rows more.
+    """Return `arrays` (B, H, T, w) with `new` (B, H, L, w) at row `used`, in room for a multiple of `step` rows more.
 
     Where there is room, the arrays themselves change.
     """
@@ -157,7 +157,7 @@ class _Quantized:
     def attend_to_codes(
         self, queries: mx.array, keys: Any, values: Any, *, scale: float, mask: Any, sinks: mx.array | None
     ) -> mx.array:
-        """See `attention`; the hook calls it."""
+        """Attend as `attention` does; the hook calls it."""
         return attention(queries, self._triple(keys), self._triple(values), scale=scale, mask=mask, sinks=sinks)
 
     def empty(self) -> bool:
@@ -186,7 +186,7 @@ class _Quantized:
 
 
 def _traits(cache: Any) -> dict[str, Any]:
-    """What all caches of a batch must have in common."""
+    """Return what all caches of a batch must have in common."""
     traits = {"bits": cache.bits, "group_size": cache.group_size}
     if cache.keys is not None:
         keys, values = cache.keys[1], cache.values[1]
@@ -309,7 +309,7 @@ class BatchQuantizedKVCache(_Quantized, LayerCache):
         return n
 
     def make_mask(self, N: int, return_array: bool = False, **kwargs: Any) -> mx.array:
-        """(B, 1, N, _idx + N) bool."""
+        """Return a mask (B, 1, N, _idx + N) bool."""
         return create_causal_mask(N, offset=self._idx, left_padding=self.left_padding, **kwargs)
 
     def filter(self, batch_indices: Sequence[int] | mx.array) -> None:
@@ -350,7 +350,7 @@ class BatchQuantizedKVCache(_Quantized, LayerCache):
         self._idx = used
 
     def extract(self, idx: int) -> QuantizedKVCache:
-        """Sequence `idx` by itself, copied out."""
+        """Return sequence `idx` by itself, copied out."""
         ragged.chosen([idx], self.left_padding.shape[0])
         cache = QuantizedKVCache(self.group_size, self.bits)
         arrays, padding = self._arrays(), ragged.numbers(self.left_padding)[idx]
@@ -361,7 +361,7 @@ class BatchQuantizedKVCache(_Quantized, LayerCache):
 
     @classmethod
     def merge(cls, caches: Sequence[Any]) -> BatchQuantizedKVCache:
-        """A batch of single caches, mlx-lm's QuantizedKVCache or this module's. ValueError when they are not alike."""
+        """Return a batch of single caches, mlx-lm's QuantizedKVCache or this module's. ValueError when they are not alike."""
         if not caches:
             raise ValueError("merge([]): give one cache or more")
         for cache in caches:

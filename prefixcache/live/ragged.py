@@ -18,14 +18,14 @@ Arrays = tuple[mx.array, ...]
 
 
 def rolled(arrays: Arrays, shifts: mx.array) -> Arrays:
-    """Each sequence's rows moved right by its own `shifts[b]` (B,) integers, what falls off comes in at the left."""
+    """Return each sequence's rows moved right by its own `shifts[b]` (B,) integers, what falls off comes in at the left."""
     rows = arrays[0].shape[2]
     source = ((mx.arange(rows) - shifts[:, None]) % rows)[:, None, :, None]
     return tuple(mx.take_along_axis(array, source, axis=2) for array in arrays)
 
 
 def joined(first: Arrays, first_used: int, second: Arrays, second_used: int) -> Arrays:
-    """The sequences of `first`, then those of `second`, right-justified to the greater of both indices.
+    """Return the sequences of `first`, then those of `second`, right-justified to the greater of both indices.
 
     A side's left padding grows by what its index does. The spare rows are as many as the longer side has room for.
     """
@@ -42,7 +42,7 @@ def joined(first: Arrays, first_used: int, second: Arrays, second_used: int) -> 
 
 
 def stacked(rows: Sequence[tuple[Arrays | None, int]]) -> Arrays:
-    """One batch of single sequences, left-padded with zeros to the longest: (B, H, longest, w).
+    """Return one batch of single sequences, left-padded with zeros to the longest: (B, H, longest, w).
 
     Each is (its arrays (1, H, T, w), how many rows of them count); None or 0 rows make a sequence of zeros only.
     ValueError when none has arrays.
@@ -61,18 +61,19 @@ def stacked(rows: Sequence[tuple[Arrays | None, int]]) -> Arrays:
 
 
 def selected(arrays: Arrays, indices: mx.array) -> Arrays:
-    """The sequences of these `indices` (int32, see `chosen`), in their order."""
+    """Return the sequences of these `indices` (int32, see `chosen`), in their order."""
     return tuple(array[indices] for array in arrays)
 
 
 def without_rows(arrays: Arrays, sequences: int) -> Arrays:
-    """(sequences, H, 0, w) arrays like these: a batch that has seen nothing, for `joined`."""
+    """Return (sequences, H, 0, w) arrays like these: a batch that has seen nothing, for `joined`."""
     return tuple(mx.zeros((sequences, a.shape[1], 0, a.shape[3]), a.dtype) for a in arrays)
 
 
 def chosen(indices: Sequence[int] | mx.array, sequences: int) -> mx.array:
-    """int32 indices into a batch. IndexError for one outside it: MLX would read whatever is there. TypeError for what are
-    no integers: a mask of booleans would be taken for them."""
+    """Return int32 indices into a batch. IndexError for one outside it: MLX would read whatever is there. TypeError for
+    what are no integers: a mask of booleans would be taken for them.
+    """
     listed: list[Any] = list(indices.tolist() if isinstance(indices, mx.array) else indices)  # type: ignore[arg-type]
     for i in listed:
         if isinstance(i, bool) or not hasattr(i, "__index__"):
@@ -83,19 +84,19 @@ def chosen(indices: Sequence[int] | mx.array, sequences: int) -> mx.array:
 
 
 def check_numbers(given: Sequence[Sequence[int] | None], sequences: int) -> None:
-    """ValueError where one of them is not a number for each sequence."""
+    """Raise ValueError where one of them is not a number for each sequence."""
     for numbers_given in given:
         if numbers_given is not None and len(numbers_given) != sequences:
             raise ValueError(f"{len(numbers_given)} numbers for a batch of {sequences}: give one for each sequence")
 
 
 def numbers(array: mx.array) -> list[int]:
-    """What an array (n,) of integers holds. Evaluates it."""
+    """Return what an array (n,) of integers holds. Evaluates it."""
     return array.tolist()  # type: ignore[return-value]
 
 
 def check_alike(what: Mapping[str, Any], other: Mapping[str, Any], remedy: str) -> None:
-    """ValueError that names the first thing that two caches don't have in common, both values, and the remedy."""
+    """Raise ValueError that names the first thing that two caches don't have in common, both values, and the remedy."""
     for name, value in what.items():
         if name in other and other[name] != value:
             raise ValueError(f"{name} {value} and {name} {other[name]} in one batch: {remedy}")

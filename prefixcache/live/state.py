@@ -20,7 +20,7 @@ VERSION = 1
 
 
 def described(layer: CodedLayer, **more: Any) -> list[mx.array]:
-    """All of a layer as a list of arrays; the first is JSON (uint8), so that it can be saved like any other state."""
+    """Return all of a layer as a list of arrays; the first is JSON (uint8), so that it can be saved like any other state."""
     in_use, alignment = layer.levels_in_use(), layer.alignment
     numbers = {id(levels): i for i, levels in enumerate(in_use)}
     uncoded = layer.waiting.arrays if layer.waiting is not None else layer.sinks.arrays
@@ -47,7 +47,7 @@ def described(layer: CodedLayer, **more: Any) -> list[mx.array]:
 
 
 def restored(state: Sequence[mx.array]) -> tuple[CodedLayer, dict[str, Any]]:
-    """The inverse of `described`, and all that its header says. ValueError for what is no such state."""
+    """Return the layer that was `described` so, and all that its header says. ValueError for what is no such state."""
     try:
         arrays = iter(state)
         header: dict[str, Any] = json.loads(bytes(borrow(next(arrays)).tobytes()))
@@ -82,7 +82,7 @@ def _three(flags: Sequence[bool]) -> tuple[bool, bool, bool]:
 
 
 def _check(layer: CodedLayer) -> None:
-    """ValueError where arrays and what the header says of them don't go together."""
+    """Raise ValueError where arrays and what the header says of them don't go together."""
     layer.choice.check()
     runs = 0 if layer.waiting is not None else layer.batch
     fits = len(layer.recent.floors) == layer.batch and len(layer.runs) == runs and layer.rows >= 0

@@ -91,13 +91,13 @@ class TurboQuantKVCache(LiveCache):
 
     @classmethod
     def merge(cls, caches: Sequence[TurboQuantKVCache]) -> BatchTurboQuantKVCache:
-        """One batch of caches of one sequence each, any of them empty."""
+        """Return one batch of caches of one sequence each, any of them empty."""
         return BatchTurboQuantKVCache.merge(caches)
 
     # -- beyond the protocol ------------------------------------------------------------------------------------------
 
     def dequantize(self) -> KVCache:
-        """A plain cache of the original dtype, with the rows that attention means."""
+        """Return a plain cache of the original dtype, with the rows that attention means."""
         plain, layer = KVCache(), self._layer
         if layer.kind is not None:
             rows = NO_ROWS.put(*decoded_heads(layer, 0, layer.kind.heads), 0)
@@ -148,8 +148,8 @@ class BatchTurboQuantKVCache(LiveCache):
     """
 
     def __init__(self, left_padding: Sequence[int], like: TurboQuantKVCache | None = None):
-        """Empty; rows are kept as the cache `like` keeps them, None: as `TurboQuantKVCache()` does. ValueError for negative
-        padding.
+        """Make an empty batch; rows are kept as the cache `like` keeps them, None: as `TurboQuantKVCache()` does.
+        ValueError for negative padding.
         """
         pads = [int(n) for n in left_padding]
         if min(pads, default=0) < 0:
@@ -165,7 +165,7 @@ class BatchTurboQuantKVCache(LiveCache):
         self._place()
 
     def _place(self) -> None:
-        """Padding and offsets as arrays, for masks and positions."""
+        """Keep padding and offsets as arrays, for masks and positions."""
         self.left_padding = mx.array(self._layer.pads, dtype=mx.int32)
         self.offset = self._layer.rows - self.left_padding
 
@@ -233,7 +233,7 @@ class BatchTurboQuantKVCache(LiveCache):
         self._adopt(batching.selected(self._layer, indices), right)
 
     def extend(self, other: BatchTurboQuantKVCache) -> None:
-        """The sequences of another batch behind those of this one; the other stays as it is.
+        """Put the sequences of another batch behind those of this one; the other stays as it is.
 
         ValueError for another choice of codec, other widths, heads or dtype.
         """
@@ -244,7 +244,7 @@ class BatchTurboQuantKVCache(LiveCache):
         self._adopt(batching.joined(self._layer, other._layer))
 
     def extract(self, idx: int) -> TurboQuantKVCache:
-        """One sequence, by itself."""
+        """Return one sequence, by itself."""
         chosen([idx], self._layer.batch)
         cache = TurboQuantKVCache.__new__(TurboQuantKVCache)
         cache._layer = batching.sequence(self._layer, idx)
@@ -252,7 +252,7 @@ class BatchTurboQuantKVCache(LiveCache):
 
     @classmethod
     def merge(cls, caches: Sequence[TurboQuantKVCache]) -> BatchTurboQuantKVCache:
-        """One batch of caches of one sequence each, any of them empty; they stay as they are.
+        """Return one batch of caches of one sequence each, any of them empty; they stay as they are.
 
         ValueError for none, for a cache of several sequences, another choice of codec, other widths, heads or dtype.
         """
