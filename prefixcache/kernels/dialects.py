@@ -330,6 +330,23 @@ def table(name: str, values: list[int]) -> str:
     return f"CONSTANT int {name}[{len(values)}] = {{{', '.join(map(str, values))}}};\n"
 
 
+def launch(
+    kernel: Kernel,
+    inputs: list[mx.array],
+    outputs: Sequence[tuple[tuple[int, ...], mx.Dtype]],
+    groups: int,
+    threads: int,
+) -> Sequence[mx.array]:
+    """Run a kernel in so many groups of so many threads. Return its outputs, of these shapes and dtypes, lazy."""
+    return kernel(
+        inputs=inputs,
+        output_shapes=[shape for shape, _ in outputs],
+        output_dtypes=[dtype for _, dtype in outputs],
+        grid=(groups * threads, 1, 1),
+        threadgroup=(threads, 1, 1),
+    )
+
+
 def build(dialect: Dialect, source: KernelSource) -> Kernel:
     """The compiled form: MLX's callable, which compiles when it first runs. Inputs are taken as they lie (strided)."""
     metal = dialect.name == "metal"

@@ -6,13 +6,12 @@ threads has one query row: its simdgroups share out the rows, the lanes of each 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import mlx.core as mx
 
-from .dialects import ELEMENTS, LOG2_E, SIMD_WIDTH, Dialect, Kernel, KernelSource, bits_of, build, defines
+from .dialects import ELEMENTS, LOG2_E, SIMD_WIDTH, Dialect, Kernel, KernelSource, bits_of, build, defines, launch
 
 THREADS = 256
 MOST_ROWS = 512  # their scores stand in shared memory
@@ -224,14 +223,9 @@ def _kernel(dialect: Dialect, kind: RawAttentionKind) -> Kernel:
     return build(dialect, source_of(kind))
 
 
-def attend(dialect: Dialect, kind: RawAttentionKind, inputs: Sequence[mx.array]) -> mx.array:
+def attend(dialect: Dialect, kind: RawAttentionKind, inputs: list[mx.array]) -> mx.array:
     """Launch the kernel on its inputs, in the order of `source_of`, as far as there are. Return the output."""
-    batch, query_heads, length, _ = inputs[0].shape
-    (result,) = _kernel(dialect, kind)(
-        inputs=list(inputs),
-        output_shapes=[inputs[0].shape],
-        output_dtypes=[getattr(mx, kind.result)],
-        grid=(batch * query_heads * length * THREADS, 1, 1),
-        threadgroup=(THREADS, 1, 1),
-    )
+    batch, query_heads, length, _ = shape = inputs[0].shape
+    outputs = [(shape, getattr(mx, kind.result))]
+    (result,) = launch(_kernel(dialect, kind), inputs, outputs, batch * query_heads * length, THREADS)
     return result

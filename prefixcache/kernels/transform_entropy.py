@@ -11,7 +11,7 @@ from functools import lru_cache
 
 import mlx.core as mx
 
-from .dialects import SIMD_WIDTH, Dialect, Kernel, KernelSource, build, defines
+from .dialects import SIMD_WIDTH, Dialect, Kernel, KernelSource, build, defines, launch
 
 THREADS = 64  # few, so that few rows are spread over many cores
 SOUND, MISPLACED, TOO_FEW, TOO_MANY = range(4)  # what is wrong with a row's words
@@ -242,12 +242,8 @@ def _kernel(dialect: Dialect, source: KernelSource) -> Kernel:
 def unpack(dialect: Dialect, inputs: list[mx.array]) -> tuple[mx.array, mx.array]:
     """Inputs and outputs of `unpacker`, one group and row at least."""
     groups, rows = inputs[0].shape
-    values, wrong = _kernel(dialect, unpacker())(
-        inputs=inputs,
-        output_shapes=[(groups, inputs[3].shape[1], rows), (groups, rows)],
-        output_dtypes=[mx.uint16, mx.uint32],
-        **_launch(groups * -(-rows // THREADS)),
-    )
+    outputs = [((groups, inputs[3].shape[1], rows), mx.uint16), ((groups, rows), mx.uint32)]
+    values, wrong = launch(_kernel(dialect, unpacker()), inputs, outputs, groups * -(-rows // THREADS), THREADS)
     return values, wrong
 
 
@@ -256,25 +252,16 @@ def pack(
 ) -> tuple[mx.array, mx.array, mx.array, mx.array]:
     """Inputs and outputs of `packer`, one group and row at least."""
     groups, most, rows = inputs[0].shape
-    heads, fine, decoded, scratch = _kernel(dialect, packer(room, dead_zone, share))(
-        inputs=inputs,
-        output_shapes=[(groups, rows), (groups, rows), (groups, most, rows), (groups * rows, room)],
-        output_dtypes=[mx.uint16] * 4,
-        **_launch(groups * -(-rows // THREADS)),
-    )
+    kernel = _kernel(dialect, packer(room, dead_zone, share))
+    outputs = [
+        (shape, mx.uint16) for shape in ((groups, rows), (groups, rows), (groups, most, rows), (groups * rows, room))
+    ]
+    heads, fine, decoded, scratch = launch(kernel, inputs, outputs, groups * -(-rows // THREADS), THREADS)
     return heads, fine, decoded, scratch
 
 
 def gather(dialect: Dialect, heads: mx.array, scratch: mx.array, ends: mx.array, count: int) -> mx.array:
     """Inputs and output of `gatherer`: `count` words, one at least."""
-    (words,) = _kernel(dialect, gatherer())(
-        inputs=[heads, scratch, ends],
-        output_shapes=[(count,)],
-        output_dtypes=[mx.uint16],
-        **_launch(-(-heads.shape[0] // (THREADS // SIMD_WIDTH))),
-    )
+    groups = -(-heads.shape[0] // (THREADS // SIMD_WIDTH))
+    (words,) = launch(_kernel(dialect, gatherer()), [heads, scratch, ends], [((count,), mx.uint16)], groups, THREADS)
     return words
-
-
-def _launch(groups: int) -> dict[str, tuple[int, int, int]]:
-    return {"grid": (groups * THREADS, 1, 1), "threadgroup": (THREADS, 1, 1)}

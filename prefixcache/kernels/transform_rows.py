@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from .dialects import SIMD_WIDTH, Dialect, Kernel, KernelSource, bits_of, build, defines
+from .dialects import SIMD_WIDTH, Dialect, Kernel, KernelSource, bits_of, build, defines, launch
 
 THREADS = 256
 TOKENS = 16  # of a thread: what is of a channel is read once for them
@@ -221,26 +221,22 @@ def lengths(dialect: Dialect, values: mx.array) -> mx.array:
     """Input and output of `measurer`."""
     channels, rows = values.shape
     parts = -(-channels // CHANNELS)
-    groups = parts * -(-rows // THREADS)
-    return _made(_kernel(dialect, measurer), [values], (parts, rows), mx.float32, groups * THREADS)
+    (squares,) = launch(
+        _kernel(dialect, measurer), [values], [((parts, rows), mx.float32)], parts * -(-rows // THREADS), THREADS
+    )
+    return squares
 
 
 def sums(dialect: Dialect, values: mx.array, fine: mx.array, edges: mx.array, number: mx.array) -> mx.array:
     """Inputs and output of `adder`."""
-    shape = len(values), len(edges) - 1
-    return _made(
-        _kernel(dialect, adder), [values, fine, edges, number], shape, mx.float32, shape[0] * shape[1] * SIMD_WIDTH
-    )
+    channels, blocks = len(values), len(edges) - 1
+    groups, inputs = -(-channels * blocks * SIMD_WIDTH // THREADS), [values, fine, edges, number]
+    (added,) = launch(_kernel(dialect, adder), inputs, [((channels, blocks), mx.float32)], groups, THREADS)
+    return added
 
 
 def _launched(kernel: Kernel, form: StreamKind, inputs: list[mx.array], tokens: int, dtype: mx.Dtype) -> mx.array:
     threads = form.heads * -(-tokens // TOKENS) * -(-form.width // 2)
-    return _made(kernel, inputs, (form.heads, tokens, form.width), dtype, threads)
-
-
-def _made(kernel: Kernel, inputs: list[mx.array], shape: tuple[int, ...], dtype: mx.Dtype, threads: int) -> mx.array:
-    grid = -(-threads // THREADS) * THREADS
-    (made,) = kernel(
-        inputs=inputs, output_shapes=[shape], output_dtypes=[dtype], grid=(grid, 1, 1), threadgroup=(THREADS, 1, 1)
-    )
-    return made
+    outputs = [((form.heads, tokens, form.width), dtype)]
+    (rows,) = launch(kernel, inputs, outputs, -(-threads // THREADS), THREADS)
+    return rows

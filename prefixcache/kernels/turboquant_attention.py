@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from .dialects import LOG2_E, SIMD_WIDTH, Dialect, KernelSource, bits_of, build, defines, table
+from .dialects import LOG2_E, SIMD_WIDTH, Dialect, KernelSource, bits_of, build, defines, launch, table
 from .turboquant_rows import CHUNK, FUNCTIONS, RowKind
 
 KEYS = 16  # that a simdgroup works on at a time
@@ -708,18 +708,10 @@ class Attention:
         passes = -(-(query_heads // heads * length) // (self.kind.tiles * QUERIES))
         splits = max(1, min(-(-tokens // 128), self._groups // (batch * heads * passes)))
         width = self.kind.values.width
-        (parts,) = self._split(
-            inputs=[codes, scales, queries, *more],
-            output_shapes=[(batch, query_heads, length, splits, width + 4)],
-            output_dtypes=[mx.float32],
-            grid=(batch * heads * passes * splits * self._threads, 1, 1),
-            threadgroup=(self._threads, 1, 1),
-        )
-        out, lse = self._merge(
-            inputs=[parts, *merged_with],
-            output_shapes=[(batch, query_heads, length, width), (batch, query_heads, length)],
-            output_dtypes=[self._dtype, mx.float32],
-            grid=(batch * query_heads * length * MERGE_THREADS, 1, 1),
-            threadgroup=(MERGE_THREADS, 1, 1),
-        )
+        shape = batch, query_heads, length
+        parts_shape, groups = (*shape, splits, width + 4), batch * heads * passes * splits
+        inputs = [codes, scales, queries, *more]
+        (parts,) = launch(self._split, inputs, [(parts_shape, mx.float32)], groups, self._threads)
+        outputs = [((*shape, width), self._dtype), (shape, mx.float32)]
+        out, lse = launch(self._merge, [parts, *merged_with], outputs, batch * query_heads * length, MERGE_THREADS)
         return out, lse

@@ -11,7 +11,7 @@ from functools import lru_cache
 
 import mlx.core as mx
 
-from .dialects import SIMD_WIDTH, Dialect, Kernel, KernelSource, bits_of, build, defines, table
+from .dialects import SIMD_WIDTH, Dialect, Kernel, KernelSource, bits_of, build, defines, launch, table
 from .turboquant_rows import FUNCTIONS, LARGEST, THREADS, RowKind, groups_of
 
 DECODER = """
@@ -278,11 +278,7 @@ def decode(
     heads = codes.shape[1]
     # A number reaches a kernel as a shape for nothing; an array made for it would be copied to the GPU first.
     room = mx.broadcast_to(scales[:1, 0], (capacity,))
-    (rows,) = _kernel(dialect, kind)(
-        inputs=[codes, scales, room] if levels is None else [codes, scales, room, levels],
-        output_shapes=[(heads, capacity, kind.width)],
-        output_dtypes=[getattr(mx, kind.dtype)],
-        grid=(groups_of(kind, capacity, heads) * THREADS, 1, 1),
-        threadgroup=(THREADS, 1, 1),
-    )
+    inputs = [codes, scales, room] if levels is None else [codes, scales, room, levels]
+    outputs = [((heads, capacity, kind.width), getattr(mx, kind.dtype))]
+    (rows,) = launch(_kernel(dialect, kind), inputs, outputs, groups_of(kind, capacity, heads), THREADS)
     return rows

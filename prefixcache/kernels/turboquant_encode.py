@@ -11,7 +11,7 @@ from itertools import pairwise
 
 import mlx.core as mx
 
-from .dialects import Dialect, Kernel, KernelSource, bits_of, build, defines, table
+from .dialects import Dialect, Kernel, KernelSource, bits_of, build, defines, launch, table
 from .turboquant_rows import FUNCTIONS, THREADS, RowKind, groups_of
 
 ENCODER = """
@@ -380,13 +380,9 @@ def _kernel(dialect: Dialect, rows: RowKind) -> Kernel:
 def encode(dialect: Dialect, kind: RowKind, rows: mx.array, levels: mx.array | None) -> tuple[mx.array, mx.array]:
     """Rows (tokens, heads, width), not empty -> codes uint32 (tokens, heads, words), scales uint16 (tokens, heads)."""
     tokens, heads, _ = rows.shape
-    codes, scales = _kernel(dialect, kind)(
-        inputs=[rows] if levels is None else [rows, levels],
-        output_shapes=[(tokens, heads, kind.words), (tokens, heads)],
-        output_dtypes=[mx.uint32, mx.uint16],
-        grid=(groups_of(kind, tokens, heads) * THREADS, 1, 1),
-        threadgroup=(THREADS, 1, 1),
-    )
+    inputs = [rows] if levels is None else [rows, levels]
+    outputs = [((tokens, heads, kind.words), mx.uint32), ((tokens, heads), mx.uint16)]
+    codes, scales = launch(_kernel(dialect, kind), inputs, outputs, groups_of(kind, tokens, heads), THREADS)
     return codes, scales
 
 
@@ -408,11 +404,6 @@ class PairEncoder:
         """Keys and values (B, heads, L, width), not empty; their levels if the kind is levelled -> codes, scales."""
         batch, heads, length, _ = keys.shape
         groups = min(-(-2 * batch * heads * length // self._kind.rows_at_once), 1024)
-        codes, scales = self._encode(
-            inputs=[keys, values, *levels],
-            output_shapes=[(batch, heads, length, 2 * self._kind.words), (batch, heads, length, 2)],
-            output_dtypes=[mx.uint32, mx.uint16],
-            grid=(groups * THREADS, 1, 1),
-            threadgroup=(THREADS, 1, 1),
-        )
+        outputs = [((batch, heads, length, 2 * self._kind.words), mx.uint32), ((batch, heads, length, 2), mx.uint16)]
+        codes, scales = launch(self._encode, [keys, values, *levels], outputs, groups, THREADS)
         return codes, scales

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from .dialects import ELEMENTS, Dialect, Kernel, KernelSource, bits_of, build, defines
+from .dialects import ELEMENTS, Dialect, Kernel, KernelSource, bits_of, build, defines, launch
 from .turboquant_rows import FUNCTIONS, THREADS
 
 MOST_ROWS = THREADS  # a thread has a row
@@ -180,11 +180,6 @@ def _kernel(dialect: Dialect, kind: MeasureKind) -> Kernel:
 def measure(dialect: Dialect, kind: MeasureKind, rows: mx.array, firsts: mx.array) -> tuple[mx.array, mx.array]:
     """Rows (1 to 256 tokens, heads * blocks, width) -> means float32 and roots uint16, (heads * blocks, width)."""
     heads = rows.shape[1]
-    means, roots = _kernel(dialect, kind)(
-        inputs=[rows, firsts],
-        output_shapes=[(heads, kind.width), (heads, kind.width)],
-        output_dtypes=[mx.float32, mx.uint16],
-        grid=(heads * THREADS, 1, 1),
-        threadgroup=(THREADS, 1, 1),
-    )
+    outputs = [((heads, kind.width), mx.float32), ((heads, kind.width), mx.uint16)]
+    means, roots = launch(_kernel(dialect, kind), [rows, firsts], outputs, heads, THREADS)
     return means, roots

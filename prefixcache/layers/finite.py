@@ -49,7 +49,7 @@ class LeafRows(NamedTuple):
 
 
 def is_finite(values: Array, dtype: str) -> bool:
-    """Tell whether no value is NaN or infinite. `values` are the bits of MLX's `dtype`; those that are no float are finite."""
+    """Tell whether no value is NaN or infinite. `values` are the bits of MLX's `dtype`; what is no float is finite."""
     if dtype == "complex64":
         return bool(np.isfinite(values).all())
     if dtype not in _NOT_FINITE or not values.size:
