@@ -62,6 +62,13 @@ class Pace(NamedTuple):
         return max(MIN_TIMEOUT, self.gain(tokens) / share)
 
 
+class Transfer(NamedTuple):
+    """So many bytes that came in so many seconds."""
+
+    nbytes: int
+    seconds: float
+
+
 class _RemoteRead:
     """An image on its way, and the RAM reserved for it once its size is known."""
 
@@ -155,7 +162,7 @@ class RemotePromotion:
         known = (graph.slots.get((ROWS, key)) for key in self._gap.keys[: self._gap.known])
         self._pinned += graph.pin(slot for slot in known if slot is not None)
 
-    def _read_all(self, wanted: Sequence[SoughtImage]) -> tuple[int, float] | None:
+    def _read_all(self, wanted: Sequence[SoughtImage]) -> Transfer | None:
         """Read and place images. Returns how many bytes came, in how many seconds; None where nothing did."""
         waiting, reads, began, nbytes = deque(wanted), deque[_RemoteRead](), time.monotonic(), 0
         with self._storage.lock:
@@ -175,7 +182,7 @@ class RemotePromotion:
                     read.future.cancel()
                 read.future.add_done_callback(read.release)
             self._storage.unpin(self._pinned)
-        return (nbytes, time.monotonic() - began) if nbytes else None
+        return Transfer(nbytes, time.monotonic() - began) if nbytes else None
 
     def _begin(self, wanted: SoughtImage) -> _RemoteRead:
         read = _RemoteRead(wanted)

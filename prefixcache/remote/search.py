@@ -69,6 +69,13 @@ class Gap(NamedTuple):
         return SoughtImage(WINDOW, window_key(key, mask), key, block * BLOCK, b"", mask)
 
 
+class Reach(NamedTuple):
+    """The deepest boundary that can be had, and the images that are to be read for it, in the order to take them in."""
+
+    boundary: int
+    images: list[SoughtImage]
+
+
 class Asking(Protocol):
     """The questions to an engine. Each raises EngineError, and may wait."""
 
@@ -89,9 +96,9 @@ def whole_mask(windows: tuple[Window, ...], start: int) -> tuple[int, ...]:
     return tuple(held_mask(((0, start + BLOCK),), start, window.keep, start + BLOCK) for window in windows)
 
 
-def search(gap: Gap, asking: Asking) -> tuple[int, list[SoughtImage]]:
-    """Return the deepest boundary that can be reached with images that are there, and these, in the order to take them in.
-    The boundary that this machine has, and nothing, where nothing deeper is.
+def search(gap: Gap, asking: Asking) -> Reach:
+    """Return the deepest boundary that can be reached with images that are there, and these images. It is the boundary that
+    this machine has, and there are none, where nothing deeper is.
     """
     rows = [gap.rows(block) for block in range(gap.known, len(gap.keys))]
     there = [image._replace(size=size) for image, size in zip(rows, leading(rows, asking), strict=False)]
@@ -122,7 +129,7 @@ def leading(wanted: Sequence[SoughtImage], asking: Asking) -> list[int | None]:
     return sizes[:last]
 
 
-def _to_block(gap: Gap, asking: Asking, rows: list[SoughtImage], boundary: int) -> tuple[int, list[SoughtImage]]:
+def _to_block(gap: Gap, asking: Asking, rows: list[SoughtImage], boundary: int) -> Reach:
     """Return the deepest boundary, no deeper than that which has rows, for which the windows are there, too."""
     asked: dict[int, int | None] = {}
     while boundary > gap.boundary:
@@ -134,9 +141,9 @@ def _to_block(gap: Gap, asking: Asking, rows: list[SoughtImage], boundary: int) 
         missing = [block for block in needed if asked[block] is None]
         if not missing:
             windows = [gap.window(block)._replace(size=asked[block]) for block in needed]
-            return boundary, [image for image in rows if image.start < boundary] + windows
+            return Reach(boundary, [image for image in rows if image.start < boundary] + windows)
         boundary = max(missing) * BLOCK
-    return gap.boundary, []
+    return Reach(gap.boundary, [])
 
 
 def _window_blocks(gap: Gap, boundary: int) -> set[int]:
@@ -149,7 +156,7 @@ def _window_blocks(gap: Gap, boundary: int) -> set[int]:
     }
 
 
-def _to_snapshot(gap: Gap, asking: Asking, rows: list[SoughtImage], blocks: int) -> tuple[int, list[SoughtImage]]:
+def _to_snapshot(gap: Gap, asking: Asking, rows: list[SoughtImage], blocks: int) -> Reach:
     """Return, with the rows of so many blocks, the deepest boundary that a snapshot serves, and whose rows and windows are
     there.
     """
@@ -167,12 +174,12 @@ def _to_snapshot(gap: Gap, asking: Asking, rows: list[SoughtImage], blocks: int)
                     continue
                 wanted.append(tail._replace(size=size))
             if gap.windows:
-                reached, windows = _to_block(gap, asking, [], boundary) if not boundary % BLOCK else (0, [])
-                if reached != boundary:
+                reach = _to_block(gap, asking, [], boundary) if not boundary % BLOCK else Reach(0, [])
+                if reach.boundary != boundary:
                     continue
-                wanted += windows
-            return boundary, [*wanted, snapshot]
-    return gap.boundary, []
+                wanted += reach.images
+            return Reach(boundary, [*wanted, snapshot])
+    return Reach(gap.boundary, [])
 
 
 def _snapshots_of(gap: Gap, asking: Asking, block: int, ids: set[str]) -> list[SoughtImage]:

@@ -26,6 +26,15 @@ def batched(items: Iterable[Item], size: int) -> Iterator[list[Item]]:
         yield batch
 
 
+class Use(NamedTuple):
+    """That an image was used at a recency tick, and how many of the uses since it was last told were hits."""
+
+    kind: ImageKind
+    key: bytes
+    tick: int
+    hits: int
+
+
 class Touch(NamedTuple):
     """Uses of one image that the index has not heard of: the newest tick, how many were hits, the Unix time."""
 

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from prefixcache.image_format import Image, ImageKind
-from prefixcache.ssd.entries import Address, Entry, NamespaceRow, Touch
+from prefixcache.image_format import Image
+from prefixcache.ssd.entries import Address, Entry, NamespaceRow, Touch, Use
 from prefixcache.ssd.errors import Cancelled
 from prefixcache.ssd.ledger import Ledger
 
@@ -161,7 +161,7 @@ class Queue:
             self._remove(entry.address, Removal(0, gone=True))
             self._wake.notify()
 
-    def touch(self, uses: Iterable[tuple[ImageKind, bytes, int, int]]) -> None:
+    def touch(self, uses: Iterable[Use]) -> None:
         now = time.time()
         with self._lock:
             if not self._touches:

@@ -13,10 +13,10 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import NamedTuple
 
-from prefixcache.image_format import Image, ImageKind
+from prefixcache.image_format import Image
 from prefixcache.keys import KEY_BYTES, TOKEN_BYTES
 from prefixcache.metrics.histogram import Observed
-from prefixcache.ssd.entries import BOUNDS, FOLDERS, Entry, NamespaceRow
+from prefixcache.ssd.entries import BOUNDS, FOLDERS, Entry, NamespaceRow, Use
 from prefixcache.ssd.errors import SsdError
 from prefixcache.ssd.index import connect
 from prefixcache.ssd.open_directory import OpenDirectory
@@ -181,10 +181,8 @@ class Ssd:
         if self._pid == os.getpid():
             self._queue.delete(entries)
 
-    def touch(self, uses: Iterable[tuple[ImageKind, bytes, int, int]]) -> None:
-        """Note that images were used now, as (kind, key, tick, hits): how many of the uses since the last call were hits.
-        They reach the index with the next batch, at the latest by `flush`, `close`.
-        """
+    def touch(self, uses: Iterable[Use]) -> None:
+        """Note that images were used now. The uses reach the index with the next batch, at the latest by `flush`, `close`."""
         if self._pid == os.getpid():
             uses = list(uses)
             self._tick = max(self._tick, max((tick for _, _, tick, _ in uses), default=0))

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 
 from prefixcache.blocks.node import RAM, Slot
 from prefixcache.image_format import SNAPSHOT
+from prefixcache.ssd.entries import Use
 from prefixcache.tiers.lower_tier import LowerTier, LowerTiers
 from prefixcache.tiers.ram import Ram
 from prefixcache.tiers.state import StorageState
@@ -134,7 +135,7 @@ class Spilling:
         with self._state.lock:
             recency = self._state.graph.recency
             for tier in self._lower if recency.unflushed else ():
-                tier.tier.touch([(slot.kind, slot.key, slot.tick, hits) for slot, hits in recency.unflushed.items()])
+                tier.tier.touch(Use(slot.kind, slot.key, slot.tick, hits) for slot, hits in recency.unflushed.items())
             recency.unflushed.clear()
 
     def _is_dirty(self, slot: Slot) -> bool:

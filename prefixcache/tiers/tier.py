@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 from prefixcache.blocks.node import Slot, Walk
-from prefixcache.image_format import Image, ImageKind
-from prefixcache.ssd.entries import Entry, NamespaceRow
+from prefixcache.image_format import Image
+from prefixcache.ssd.entries import Entry, NamespaceRow, Use
 
 
 class PendingRead(Protocol):
@@ -65,8 +65,8 @@ class Tier(Protocol):
     def delete(self, entries: Iterable[Entry]) -> None:
         """Queue deletions. A write that still waits is cancelled."""
 
-    def touch(self, uses: Iterable[tuple[ImageKind, bytes, int, int]]) -> None:
-        """Hear of images used since the last call, as (kind, key, tick, hits)."""
+    def touch(self, uses: Iterable[Use]) -> None:
+        """Hear how images were used since the last call."""
 
     def resize(self, limit: int) -> None:
         """Set a new limit. What must be deleted for it is for the caller to say."""
