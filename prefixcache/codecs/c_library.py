@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
+from typing import NamedTuple
 
 from prefixcache.codecs.interchange import Array
 
@@ -17,24 +18,31 @@ log = logging.getLogger("prefixcache")
 FOLDER = Path(str(files("prefixcache.kernels")))
 
 
-def load(name: str, sizes: Sequence[tuple[str, int]]) -> tuple[ctypes.CDLL | None, str]:
-    """The library `name`, or None and why there is none.
+class Library(NamedTuple):
+    """A loaded library, or None and why there is none."""
+
+    functions: ctypes.CDLL | None
+    reason: str = ""
+
+
+def load(name: str, sizes: Sequence[tuple[str, int]]) -> Library:
+    """Load the library `name`.
 
     `sizes` are functions of it, and what each must return: the bytes of a structure that both sides know.
     """
     path = FOLDER / f"{name}.so"
     if not path.exists():
-        return None, "not built"
+        return Library(None, "not built")
     if sys.byteorder != "little":
-        return None, "not for big-endian machines"
+        return Library(None, "not for big-endian machines")
     try:
         library = ctypes.CDLL(str(path))
         built_with = [getattr(library, function)() for function, _ in sizes]
     except (OSError, AttributeError) as error:
-        return None, f"not loadable: {error}"
+        return Library(None, f"not loadable: {error}")
     if built_with != [size for _, size in sizes]:
-        return None, "built from other sources than these; install the package again"
-    return library, ""
+        return Library(None, "built from other sources than these; install the package again")
+    return Library(library)
 
 
 @lru_cache

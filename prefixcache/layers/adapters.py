@@ -9,8 +9,7 @@ business.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from itertools import pairwise
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import mlx.core as mx
@@ -22,7 +21,7 @@ from prefixcache.codecs.packing import words_of
 from prefixcache.keys import BLOCK
 
 if TYPE_CHECKING:
-    from prefixcache.codecs.turboquant.coding import Choice, LayerLevels, Run
+    from prefixcache.codecs.turboquant.coding import Choice, Run
 
 MLX_LM_CACHES = "mlx_lm.models.cache."
 PLAIN_CACHE = MLX_LM_CACHES + "KVCache"
@@ -51,15 +50,6 @@ class LiveCodes(NamedTuple):
     codes: mx.array
     scales: mx.array
     runs: tuple[Run, ...]
-
-    def levels_at(self, token: int) -> LayerLevels:
-        """Return the levels that this token's key and value are coded with, or would be."""
-        return next(run.levels for run in reversed(self.runs) if run.first <= token)
-
-    def stretches(self, first: int, last: int) -> Iterator[tuple[int, int, LayerLevels]]:
-        """Return tokens `first` to `last` (not included), cut where levels change."""
-        borders = [first, *(run.first for run in self.runs if first < run.first < last), last]
-        return ((low, high, self.levels_at(low)) for low, high in pairwise(borders) if low < high)
 
     def planes(self, stream: str) -> tuple[Array, Array]:
         """Return codes (rows, heads, words) and scales (rows, heads) of "keys" or "values": read-only views."""

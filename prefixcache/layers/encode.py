@@ -19,6 +19,7 @@ from prefixcache.codecs.base import Encoding, side_by_side
 from prefixcache.codecs.interchange import borrow, on_cpu
 from prefixcache.codecs.levels import Levels, neutral
 from prefixcache.codecs.threads import WORTH_A_THREAD, share_out
+from prefixcache.codecs.turboquant.coding import run_at, spans_of
 from prefixcache.codecs.turboquant.levelling import measure_levels
 from prefixcache.layers import levels
 from prefixcache.layers.adapters import Leaf, LiveCodes, arrays_in
@@ -135,7 +136,7 @@ class Way(ABC):
             for member in group.members:
                 codes = self._leaves[member.leaf].codes
                 if codes is not None:
-                    coded_with: Levels | None = getattr(codes.levels_at(target.first), member.stream)
+                    coded_with: Levels | None = getattr(run_at(codes.runs, target.first).levels, member.stream)
                     parts.append(coded_with or neutral(member.heads, group.codec.width))
                 else:
                     parts.append(measured[i].of(at, member.heads))
@@ -151,7 +152,7 @@ def _copy_codes(
     planes = codes.planes(member.stream)
     for target, of_group in zip(targets, wanted, strict=True):
         of_target = levels.of_member(of_group, member)
-        for first, last, of_layer in codes.stretches(target.first, target.last):
+        for first, last, of_layer in spans_of(codes.runs, 0, target.first, target.last):
             stretch = [plane[first:last] for plane in planes]
             of_codes = getattr(of_layer, member.stream)
             if not same(of_codes, of_target):

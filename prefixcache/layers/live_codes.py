@@ -17,7 +17,7 @@ from prefixcache.codecs import RowCodec
 from prefixcache.codecs.levels import Levels
 from prefixcache.codecs.pieces import Piece
 from prefixcache.codecs.turboquant.codec import is_latent
-from prefixcache.codecs.turboquant.coding import Choice, LayerRows, Run
+from prefixcache.codecs.turboquant.coding import Choice, LayerRows, Run, spans_of
 from prefixcache.layers import levels
 from prefixcache.layers.adapters import PARTS, PLAIN_CACHE, CacheError, Leaf
 from prefixcache.layers.image_layout import Plan
@@ -99,7 +99,7 @@ def differing(plan: Plan, leaves: Sequence[Leaf], first: int, last: int, wanted:
                 of_member = levels.of_member(of_group, member)
                 apart = [
                     high - low
-                    for low, high, of_layer in codes.stretches(first, last)
+                    for low, high, of_layer in spans_of(codes.runs, 0, first, last)
                     if not same(getattr(of_layer, member.stream), of_member)
                 ]
                 most = max(most, sum(apart))

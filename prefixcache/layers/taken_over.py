@@ -14,6 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from prefixcache.blocks.masks import mask_of, runs_of
+from prefixcache.codecs.turboquant.coding import spans_of
 from prefixcache.layers import levels
 from prefixcache.layers.adapters import Leaf, LiveCodes
 from prefixcache.layers.image_layout import Group, Member, Plan, Tensors
@@ -135,6 +136,6 @@ def _same_codes(
     for name, plane in zip(group.names, codes.planes(member.stream), strict=True):
         stored = tensors[name][run.at : run.at + last - first, member.in_group]
         alike &= (stored == plane[first:last]).reshape(last - first, -1).all(1)
-    for low, high, of_layer in codes.stretches(first, last):
+    for low, high, of_layer in spans_of(codes.runs, 0, first, last):
         alike[low - first : high - first] &= same(getattr(of_layer, member.stream), of_image)
     return mx.array(alike)

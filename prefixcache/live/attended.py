@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from prefixcache.codecs.raw_attention_gpu import UncodedRows
+from prefixcache.codecs.turboquant.coding import CodedSpan
 from prefixcache.codecs.turboquant.format import CodedRows
 from prefixcache.live.buffers import Two
 from prefixcache.live.decoding import joined
 from prefixcache.live.layer_state import LayerState
-from prefixcache.live.levels import CodedSpan
 
 
 class NumberedRows(NamedTuple):

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from prefixcache.codecs.interchange import name_of
-from prefixcache.codecs.turboquant.coding import PLAIN, Choice, LayerLevels, LayerRows, Run
+from prefixcache.codecs.turboquant.coding import PLAIN, Choice, LayerLevels, LayerRows, Run, spans_of
 from prefixcache.codecs.turboquant.live import Encoder, encode, encoder
 from prefixcache.live.buffers import ALL, Alignment, CodeBuffer, FirstRows, RecentRows, RowNumbers, Two
 from prefixcache.live.decoding import decoded_codes, decoded_heads
 from prefixcache.live.layer_state import NO_ROWS, LayerState
-from prefixcache.live.levels import LEAST_MEASURED, SharedLevels, measured_from, spans_of
+from prefixcache.live.levels import LEAST_MEASURED, SharedLevels, measured_from
 
 
 class Steps(NamedTuple):

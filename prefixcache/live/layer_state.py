@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from prefixcache.codecs.turboquant.coding import Choice, LayerLevels, LayerRows, Run
+from prefixcache.codecs.turboquant.coding import Choice, CodedSpan, LayerLevels, LayerRows, Run, run_at, spans_of
 from prefixcache.codecs.turboquant.live import LevelStack
 from prefixcache.live.buffers import Alignment, CodeBuffer, FirstRows, RecentRows, RowBuffer, RowNumbers
-from prefixcache.live.levels import CodedSpan, LevelStacks, SharedLevels, run_at, spans_of
+from prefixcache.live.levels import LevelStacks, SharedLevels
 
 ATTEND = ("codes", "buffer")
 NO_ROWS, NO_CODES = RowBuffer(), CodeBuffer()

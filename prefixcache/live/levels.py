@@ -1,16 +1,15 @@
-"""Levels of live rows: measured from rows that wait, shared by caches, found by row. The arithmetic is `codecs`'s."""
+"""Levels of live rows: measured from rows that wait, shared by caches. The arithmetic is `codecs`'s."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
 from prefixcache.codecs.interchange import copy_out
-from prefixcache.codecs.turboquant.coding import Choice, LayerLevels, LayerRows, Run
+from prefixcache.codecs.turboquant.coding import Choice, LayerLevels, LayerRows
 from prefixcache.codecs.turboquant.levelling import measure_levels
 from prefixcache.codecs.turboquant.live import LevelStack
 
@@ -69,34 +68,6 @@ class LevelStacks:
         other = LevelStacks.__new__(LevelStacks)
         other._heads, other._forms, other._stacks = self._heads, self._forms, dict(self._stacks)
         return other
-
-
-# -- runs ----------------------------------------------------------------------------------------------------------------
-
-
-def run_at(runs: Sequence[Run], token: int) -> Run:
-    """Return the run of a token; of padding before the first token, the first run."""
-    return next((run for run in reversed(runs) if run.first <= token), runs[0])
-
-
-class CodedSpan(NamedTuple):
-    """Rows `first` to `last` (not included) of a sequence, coded with `levels`."""
-
-    first: int
-    last: int
-    levels: LayerLevels
-
-
-def spans_of(runs: Sequence[Run], pad: int, low: int, high: int) -> list[CodedSpan]:
-    """Return rows `low` to `high` (not included) of a sequence behind `pad` rows of padding, cut where levels change."""
-    if len(runs) == 1 and low >= pad + runs[0].first:  # as most often
-        return [CodedSpan(low, high, runs[0].levels)] if low < high else []
-    spans = []
-    for run, after in zip(runs, (*runs[1:], None), strict=True):
-        first, last = max(pad + run.first, low), high if after is None else min(pad + after.first, high)
-        if first < last:
-            spans.append(CodedSpan(first, last, run.levels))
-    return spans
 
 
 # -- measuring -----------------------------------------------------------------------------------------------------------

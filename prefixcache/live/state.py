@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -19,7 +19,7 @@ from prefixcache.live.layer import CodedLayer
 VERSION = 1
 
 
-def described(layer: CodedLayer, **more: Any) -> list[mx.array]:
+def described(layer: CodedLayer, right: Sequence[int] | None = None) -> list[mx.array]:
     """Return all of a layer as a list of arrays; the first is JSON (uint8), so that it can be saved like any other state."""
     in_use, alignment = layer.levels_in_use(), layer.alignment
     numbers = {id(levels): i for i, levels in enumerate(in_use)}
@@ -38,7 +38,7 @@ def described(layer: CodedLayer, **more: Any) -> list[mx.array]:
         "runs": [[[run.first, numbers[id(run.levels)]] for run in runs] for runs in layer.runs],
         "levels": [[part is not None for part in levels] for levels in in_use],
         "held": [arrays is not None for arrays in buffers],
-        **more,
+        "right": right,
     }
     text = mx.array(np.frombuffer(json.dumps(header).encode(), np.uint8))
     rows = [array for arrays in buffers for array in arrays or ()]
@@ -46,8 +46,15 @@ def described(layer: CodedLayer, **more: Any) -> list[mx.array]:
     return [text, *rows, *(mx.array(array) for part in parts for array in (part.mean, part.divisor))]
 
 
-def restored(state: Sequence[mx.array]) -> tuple[CodedLayer, dict[str, Any]]:
-    """Return the layer that was `described` so, and all that its header says. ValueError for what is no such state."""
+class SavedLayer(NamedTuple):
+    """A layer that was saved; of a batch, too, each sequence's padding on the right, None where there is none."""
+
+    layer: CodedLayer
+    right: list[int] | None
+
+
+def restored(state: Sequence[mx.array]) -> SavedLayer:
+    """Return the layer that was `described` so. ValueError for what is no such state."""
     try:
         arrays = iter(state)
         header: dict[str, Any] = json.loads(bytes(borrow(next(arrays)).tobytes()))
@@ -73,7 +80,7 @@ def restored(state: Sequence[mx.array]) -> tuple[CodedLayer, dict[str, Any]]:
     except (StopIteration, RuntimeError, KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
         raise ValueError(f"no state of a live TurboQuant cache: {error or type(error).__name__}") from None
     layer.decode_all()
-    return layer, header
+    return SavedLayer(layer, header.get("right"))
 
 
 def _three(flags: Sequence[bool]) -> tuple[bool, bool, bool]:

@@ -84,7 +84,7 @@ class TurboQuantKVCache(LiveCache):
 
     @state.setter
     def state(self, state: Sequence[mx.array]) -> None:
-        layer, _ = restored(state)
+        layer = restored(state).layer
         if any(layer.pads):
             raise ValueError("the state of a batch; use BatchTurboQuantKVCache.from_state")
         self._layer = layer
@@ -275,8 +275,7 @@ class BatchTurboQuantKVCache(LiveCache):
 
     @state.setter
     def state(self, state: Sequence[mx.array]) -> None:
-        layer, header = restored(state)
-        self._adopt(layer, header.get("right"))
+        self._adopt(*restored(state))
 
     def __repr__(self) -> str:
         layer = self._layer

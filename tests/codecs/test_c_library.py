@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture
 def unbuilt(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (c_rows, c_entropy):
-        monkeypatch.setattr(module, "loaded", lambda: (None, "not built"))
+        monkeypatch.setattr(module, "loaded", lambda: c_library.Library(None, "not built"))
     c_library.warn_that_numpy_serves.cache_clear()
 
 

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from prefixcache.codecs.c_library import address_of, load
+from prefixcache.codecs.c_library import Library, address_of, load
 from prefixcache.codecs.interchange import Array
 from prefixcache.codecs.threads import share_out
 from prefixcache.codecs.transform import entropy
@@ -50,8 +50,8 @@ _SPAN = np.dtype([("frequency", "u2"), ("start", "u2"), ("open_bits", "u4"), ("m
 
 
 @lru_cache(maxsize=1)
-def loaded() -> tuple[ctypes.CDLL | None, str]:
-    """The library, or None and why there is none."""
+def loaded() -> Library:
+    """Return the library, loaded once."""
     sizes = (
         ("packing", _PACKING.size),
         ("unpacking", _UNPACKING.size),
@@ -60,22 +60,22 @@ def loaded() -> tuple[ctypes.CDLL | None, str]:
     )
     library, reason = load("_transform", [(f"transform_size_of_{name}", size) for name, size in sizes])
     if library is None:
-        return None, reason
+        return Library(None, reason)
     library.transform_pack.argtypes = [ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
     library.transform_pack.restype = ctypes.c_int64
     library.transform_unpack.argtypes = [ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64]
     library.transform_unpack.restype = ctypes.c_int
-    return library, ""
+    return Library(library)
 
 
 def available() -> bool:
     """Tell whether the kernel was built and can be loaded here."""
-    return loaded()[0] is not None
+    return loaded().functions is not None
 
 
 def describe() -> str:
     """ "C", or why there is none: "not built"."""
-    return loaded()[1] or "C"
+    return loaded().reason or "C"
 
 
 def takes(classes: Array) -> bool:

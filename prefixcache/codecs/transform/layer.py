@@ -27,8 +27,15 @@ class Layer(NamedTuple):
         return self.heads * (self.key_width + self.value_width)
 
 
-def grouped(layers: Sequence[Layer], channels: int = CHANNELS) -> tuple[list[list[Layer]], dict[int, str]]:
-    """Neighbours of one dtype, joined up to so many channels; and why a layer is in no group."""
+class GroupedLayers(NamedTuple):
+    """Groups of neighbours, and why a layer, by its number, is in none."""
+
+    groups: list[list[Layer]]
+    refused: dict[int, str]
+
+
+def grouped(layers: Sequence[Layer], channels: int = CHANNELS) -> GroupedLayers:
+    """Join neighbours of one dtype, up to so many channels."""
     groups: list[list[Layer]] = []
     refused = {}
     for layer in layers:
@@ -41,4 +48,4 @@ def grouped(layers: Sequence[Layer], channels: int = CHANNELS) -> tuple[list[lis
             last.append(layer)
         else:
             groups.append([layer])
-    return groups, refused
+    return GroupedLayers(groups, refused)

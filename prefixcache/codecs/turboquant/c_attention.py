@@ -37,7 +37,7 @@ LEAST_SPLIT = 512  # columns
 
 @lru_cache(maxsize=1)
 def _library() -> ctypes.CDLL | None:
-    library, _ = c_rows.loaded()
+    library = c_rows.loaded().functions
     try:
         if library is None or library.turboquant_size_of_attention() != _ATTENTION.size:
             return None

@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from prefixcache.codecs.base import Decoding, Encoding
-from prefixcache.codecs.c_library import address_of, load
+from prefixcache.codecs.c_library import Library, address_of, load
 from prefixcache.codecs.interchange import FLOATS, Array, element
 from prefixcache.codecs.levels import Levels
 from prefixcache.codecs.packing import words_of
@@ -76,21 +76,21 @@ _JOB, MEASURING = struct.Struct("=16q"), struct.Struct("=11q")
 
 
 @lru_cache(maxsize=1)
-def loaded() -> tuple[ctypes.CDLL | None, str]:
-    """The library, or None and why there is none."""
+def loaded() -> Library:
+    """Return the library, loaded once."""
     sizes = (("form", ctypes.sizeof(_FormStruct)), ("job", _JOB.size), ("measuring", MEASURING.size))
     library, reason = load("_turboquant", [(f"turboquant_size_of_{name}", size) for name, size in sizes])
     if library is None:
-        return None, reason
+        return Library(None, reason)
     for function in (library.turboquant_encode, library.turboquant_decode, library.turboquant_measure):
         function.argtypes = [ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int]
         function.restype = None
-    return library, ""
+    return Library(library)
 
 
 def available() -> bool:
     """Tell whether the kernel was built and can be loaded here."""
-    return loaded()[0] is not None
+    return loaded().functions is not None
 
 
 def describe() -> str:
@@ -102,7 +102,7 @@ def describe() -> str:
 @lru_cache(maxsize=1)
 def paths() -> tuple[str, ...]:
     """The code paths that this processor can run, slowest first; none where there is no kernel."""
-    library, _ = loaded()
+    library = loaded().functions
     runnable = 0 if library is None else library.turboquant_paths()
     return tuple(path for i, path in enumerate(PATHS) if runnable >> i & 1)
 

@@ -6,6 +6,7 @@ and `Run` from which token on.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from prefixcache.codecs.base import RowCodec
@@ -106,3 +107,28 @@ class Run(NamedTuple):
 
     first: int
     levels: LayerLevels
+
+
+def run_at(runs: Sequence[Run], token: int) -> Run:
+    """Return the run of a token; of padding before the first token, the first run."""
+    return next((run for run in reversed(runs) if run.first <= token), runs[0])
+
+
+class CodedSpan(NamedTuple):
+    """Rows `first` to `last` (not included) of a sequence, coded with `levels`."""
+
+    first: int
+    last: int
+    levels: LayerLevels
+
+
+def spans_of(runs: Sequence[Run], pad: int, low: int, high: int) -> list[CodedSpan]:
+    """Return rows `low` to `high` (not included) of a sequence behind `pad` rows of padding, cut where levels change."""
+    if len(runs) == 1 and low >= pad + runs[0].first:  # as most often
+        return [CodedSpan(low, high, runs[0].levels)] if low < high else []
+    spans = []
+    for run, after in zip(runs, (*runs[1:], None), strict=True):
+        first, last = max(pad + run.first, low), high if after is None else min(pad + after.first, high)
+        if first < last:
+            spans.append(CodedSpan(first, last, run.levels))
+    return spans

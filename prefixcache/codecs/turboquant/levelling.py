@@ -134,7 +134,7 @@ def channel_statistics(parts: Sequence[Array], centred: bool) -> tuple[Array, Ar
         if rows.dtype not in _NUMBERS:
             raise ValueError(f"rows of {rows.dtype}: these are float32, float16 or bf16's bits as uint16")
     tokens, _, width = parts[0].shape
-    library, _ = loaded()
+    library = loaded().functions
     if library is None or width % TILE or not all(rows.size and rows.strides[2] == rows.itemsize for rows in parts):
         return channel_statistics_numpy(parts, centred)
     heads = sum(rows.shape[1] for rows in parts)

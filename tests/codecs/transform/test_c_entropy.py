@@ -10,6 +10,7 @@ from coded import falling, first_of, laplacian, some_rows, tables_of, values_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from prefixcache.codecs import c_library
 from prefixcache.codecs.threads import set_threads, threads
 from prefixcache.codecs.transform import backends, c_entropy, entropy
 from prefixcache.codecs.transform.tables import Tables, class_of, quantised
@@ -233,7 +234,7 @@ def test_other_arrays_are_refused_by_a_decoder(changed: str):
 
 
 def test_numpy_serves_where_there_is_no_kernel(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(c_entropy, "loaded", lambda: (None, "not built"))
+    monkeypatch.setattr(c_entropy, "loaded", lambda: c_library.Library(None, "not built"))
     assert backends.describe() == "NumPy (C kernel: not built)"
     spreads, tables = falling(60), tables_of("fitted")
     classes = class_of(spreads)
