@@ -30,7 +30,7 @@ from prefixcache.byte_sizes import parse_size, size
 from prefixcache.codecs import Codec, TurboQuant
 from prefixcache.codecs.transform.bases import Bases
 from prefixcache.codecs.turboquant import backends as turboquant_backends
-from prefixcache.keys import Tokens, as_model, as_salt, as_tokens
+from prefixcache.keys import BLOCK, Tokens, as_model, as_salt, as_tokens
 from prefixcache.layers.adapters import arrays_in
 from prefixcache.layers.classes import allow
 from prefixcache.layers.encode import evaluate
@@ -52,6 +52,7 @@ from prefixcache.ssd.awaited import AwaitedDisk, why_absent
 from prefixcache.ssd.directory import rank_folder, refusal
 from prefixcache.store_fetch_remove.agreed import depths_of_all, taken_by_all
 from prefixcache.store_fetch_remove.fetch import PinnedPrompt, discard_damaged, discard_hit, fill_read_ahead, find
+from prefixcache.store_fetch_remove.hot import forget_deleted, hot_hit, keep_hot
 from prefixcache.store_fetch_remove.image_maker import LiveMaker
 from prefixcache.store_fetch_remove.namespaces import Namespaces
 from prefixcache.store_fetch_remove.numbers import check_leave, number, seconds
@@ -338,7 +339,10 @@ class PrefixCache:
             with_snapshot=bool(plan.snapshots) and agreed and snapshot,
             since=None if plan.lossless else write_back_from,
         )
+        given = prompt.given_rows
         stored = StoreCall(self._storage, namespace, prompt, limit, maker, sys.intern(prompt.terms.label)).run()
+        if write_back_from is not None and maker.is_written_back and write_back_from <= given.tokens:
+            given.tokens = stored.tokens // BLOCK * BLOCK
         if maker.not_finite is not None:
             self._warn_of(maker.not_finite, prompt.model, plan)
         self._storage.counters.durations.store.observe(time.monotonic() - began)
@@ -359,6 +363,22 @@ class PrefixCache:
                 kind,
                 where,
             )
+
+    def keep_hot(
+        self, tokens: Tokens | Prompt, prompt_cache: list[Any], *, model: str | None = None, salt: bytes = b""
+    ) -> int:
+        """Keep the arrays of a prompt cache, whose tokens are stored, for hits that have nothing to decode. Return the bytes
+        that they take of the setting `hot`, 0 where there is no room.
+
+        A hit must not change an answer, so with a lossy codec this takes the `Prompt` that was fetched with, or one made of
+        it, and of it the tokens whose rows are what a fetch gives: those of the hit, and of stores with `write_back_from`
+        since. Give it when nothing is appended any more, since the next append would copy. Hot prompts are the first to leave
+        for anything else; their images stay.
+
+        Raises as `store` does.
+        """
+        self._check_open()
+        return keep_hot(self._storage, self._namespaces, self._prompt(tokens, model, salt), prompt_cache)
 
     def match(self, tokens: Tokens | Prompt, *, model: str | None = None, salt: bytes = b"", leave: int = 0) -> Match:
         """How deep a `fetch` with these arguments can hit `tokens`. No I/O, and nothing changes; no MLX, but where ranks
@@ -424,6 +444,7 @@ class PrefixCache:
             made, depth = decode(leave)
         else:
             made, depth = taken_by_all(self.ranks, prompt, leave, decode)
+        prompt.given_rows.tokens = depth
         self._count(prompt, depth)
         duration = durations.fetch_hit if made is not None else durations.fetch_miss
         duration.observe(time.monotonic() - began)
@@ -445,6 +466,8 @@ class PrefixCache:
         self, prompt: Prompt, leave: int, room: int | None, read_ahead: ReadAhead | None
     ) -> tuple[list[Any] | None, int]:
         """Return the deepest prompt cache that RAM has, and its tokens; (None, 0) on a miss."""
+        if (hot := hot_hit(self._storage, prompt, leave)) is not None:
+            return hot.state.layers(hot.depth), hot.depth
         hit = self._find(prompt, leave)
         while hit is not None:
             stored, pinned = hit
@@ -632,11 +655,15 @@ class PrefixCache:
         self._check_open()
         prompt = self._prompt(tokens, model, salt)
         if not following:
-            return remove(self._storage, prompt)
+            removed = remove(self._storage, prompt)
+            forget_deleted(self._storage)
+            return removed
         if not len(prompt):
             raise ValueError("tokens are empty, and everything begins with none: call clear() for that")
         self._pins.end_beginning_with(prompt)
-        return remove_following(self._storage, prompt)
+        removed = remove_following(self._storage, prompt)
+        forget_deleted(self._storage)
+        return removed
 
     def drop_hit(self, prompt: Prompt, depth: int) -> int:
         """A fetch gave the state of a prompt's first `depth` tokens, and the model raised an exception when it went on from
@@ -644,7 +671,10 @@ class PrefixCache:
         is a miss, and what is computed then is stored anew.
         """
         self._check_open()
-        return discard_hit(self._storage, prompt, depth)
+        prompt.given_rows.tokens = 0
+        freed = discard_hit(self._storage, prompt, depth)
+        forget_deleted(self._storage)
+        return freed
 
     def clear(self, *, model: str | None = None, salt: bytes | None = None) -> Deleted:
         """Delete everything, in RAM and on SSD, pins included; with `model` or `salt` what is of both. `model` is its name in
@@ -663,6 +693,7 @@ class PrefixCache:
             roots = roots_meant(self._storage, Selection(model), None if salt is None else as_salt(salt))
             self._pins.clear(roots)
             deleted = clear_namespaces(self._storage, roots)
+        forget_deleted(self._storage)
         give_back()
         return deleted
 
@@ -695,6 +726,7 @@ class PrefixCache:
         if ssd_to is not None:
             return prune_tier(storage, storage.lower[0], roots, used_before, number(ssd_to, "prune: ssd_to", "bytes"))
         deleted = prune_namespaces(storage, roots, used_before)
+        forget_deleted(storage)
         give_back()
         return deleted
 
@@ -735,6 +767,8 @@ class PrefixCache:
         if "ram" in sizes:
             if self._ssd is not None:
                 self._ssd.resize_queue(self.settings.queue_bytes(sizes["ram"]))
+            with self._storage.lock:
+                self._storage.hot.resize(self.settings.hot_bytes(sizes["ram"]))
             self._storage.ram.resize(sizes["ram"], self.settings.spill_wait if wait is None else wait, asked=True)
             give_back()
         if "ssd" in sizes:
@@ -746,7 +780,9 @@ class PrefixCache:
         A sequence is a stored prompt that no other stored prompt goes on from.
         """
         self._check_open()
-        return self._storage.keep(number(sequences, "keep", "sequences"))
+        kept = self._storage.keep(number(sequences, "keep", "sequences"))
+        forget_deleted(self._storage)
+        return kept
 
     def reserve(self, nbytes: int) -> Reservation | None:
         """Set RAM of the budget aside for something of the caller's, evicting the coldest for it; it counts as held until
@@ -776,6 +812,7 @@ class PrefixCache:
             self._storage.graph.check_integrity()
             for tier in self._storage.lower:
                 tier.check_integrity()
+            self._storage.hot.check_integrity()
 
     def flush(self, timeout: float | None = None) -> bool:
         """Make what RAM holds durable, as far as the SSD's limit has room. False when that did not end within `timeout`

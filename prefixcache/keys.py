@@ -24,11 +24,18 @@ _HALF = BLOCK * TOKEN_BYTES // 2
 Tokens = Sequence[int] | np.ndarray
 
 
+def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
+    """Return how many leading tokens two prompts share."""
+    n = min(len(a), len(b))
+    differ = a[:n] != b[:n]
+    return int(differ.argmax()) if n and differ.any() else n
+
+
 def chunks(first: int, last: int, step: int = 2048) -> Iterator[tuple[int, int]]:
     """Yield the chunks of a prefill: pairs (first, last), `last` not included, of at most `step` tokens.
 
-    Each ends where a block of 256 tokens does, if it can: then `PrefixCache.store(write_back=True)` after each leaves whole
-    blocks in the prompt cache as a fetch gives them. The last one ends at `last`. With `step=256` a block is always
+    Each ends where a block of 256 tokens does, if it can: then `PrefixCache.store(write_back_from=first)` after each leaves
+    whole blocks in the prompt cache as a fetch gives them. The last one ends at `last`. With `step=256` a block is always
     computed on the same rows, wherever a hit ended.
     """
     while first < last:

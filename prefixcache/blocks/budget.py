@@ -1,7 +1,7 @@
 """The RAM budget: every byte that the cache is about to use is reserved here first. The graph of blocks keeps its account.
 
-`Budget` counts three things that add up to what is held: images, nodes and slots of the graph, and reservations; and of the
-images those that are queued for a tier below. Who is evicted to make room is `eviction`'s.
+`Budget` counts four things that add up to what is held: images, nodes and slots of the graph, hot prompts, and reservations;
+and of the images those that are queued for a tier below. Who is evicted to make room is `eviction`'s.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ class BytesHeld(NamedTuple):
     queued: int
     nodes: int
     reserved: int
+    hot: int = 0
 
     @property
     def total(self) -> int:
-        return self.images + self.nodes + self.reserved
+        return self.images + self.nodes + self.reserved + self.hot
 
 
 class Budget:
@@ -35,19 +36,23 @@ class Budget:
     def __init__(self, limit: int):
         self.limit = self.bound = limit
         self._lock = threading.Lock()
-        self._images = self._queued = self._nodes = self._reserved = 0
+        self._images = self._queued = self._nodes = self._reserved = self._hot = 0
         self.peak = 0
         self.denied = 0
 
     def held(self) -> BytesHeld:
         with self._lock:
-            return BytesHeld(self._images, self._queued, self._nodes, self._reserved)
+            return BytesHeld(self._images, self._queued, self._nodes, self._reserved, self._hot)
+
+    @property
+    def _total(self) -> int:
+        return self._images + self._nodes + self._reserved + self._hot
 
     @property
     def room(self) -> int:
         """Return the bytes that could be reserved now; below 0 while more is held than a lowered limit allows."""
         with self._lock:
-            return self.limit - self._images - self._nodes - self._reserved
+            return self.limit - self._total
 
     def for_images(self) -> ForImages:
         """Return what images may take, and take. Without the lock: this is asked when an image dies, at any moment."""
@@ -61,7 +66,7 @@ class Budget:
     def reserve(self, nbytes: int, *, pooled: bool = False) -> Reservation | None:
         """Set `nbytes` aside, all or nothing: None when they don't fit. `pooled`: to be spent in very many parts."""
         with self._lock:
-            total = self._images + self._nodes + self._reserved + nbytes
+            total = self._total + nbytes
             if total > self.limit:
                 self.denied += 1
                 return None
@@ -87,6 +92,12 @@ class Budget:
             if self.bound > self.limit:
                 self._settle()
 
+    def free_hot(self, nbytes: int) -> None:
+        with self._lock:
+            self._hot -= nbytes
+            if self.bound > self.limit:
+                self._settle()
+
     def queue(self, nbytes: int) -> None:
         """Count an image that begins (`nbytes` > 0) or ends (< 0) to wait for the SSD; it is held all the while."""
         with self._lock:
@@ -99,13 +110,14 @@ class Budget:
         assert held.total <= self.bound, (held, self.bound)
 
     def _settle(self) -> None:
-        self.bound = max(self.limit, self._images + self._nodes + self._reserved)
+        self.bound = max(self.limit, self._total)
 
-    def _spend(self, images: int, nodes: int, back: int) -> None:
+    def _spend(self, images: int, nodes: int, back: int, hot: int = 0) -> None:
         with self._lock:
             self._images += images
             self._nodes += nodes
-            self._reserved -= images + nodes + back
+            self._hot += hot
+            self._reserved -= images + nodes + hot + back
             if self.bound > self.limit:
                 self._settle()
 
@@ -117,12 +129,12 @@ class Reservation:
         self._budget = budget
         self.left = nbytes
 
-    def spend(self, *, images: int = 0, nodes: int = 0) -> None:
+    def spend(self, *, images: int = 0, nodes: int = 0, hot: int = 0) -> None:
         """Turn reserved bytes into held ones. ValueError when more is spent than was reserved."""
-        if images + nodes > self.left:
-            raise ValueError(f"{images + nodes} bytes spent of a reservation with {self.left} left")
-        self.left -= images + nodes
-        self._budget._spend(images, nodes, 0)
+        if (spent := images + nodes + hot) > self.left:
+            raise ValueError(f"{spent} bytes spent of a reservation with {self.left} left")
+        self.left -= spent
+        self._budget._spend(images, nodes, 0, hot)
 
     def split(self, nbytes: int) -> Reservation:
         """Split off a reservation of so many of the bytes that are left. ValueError when there are fewer."""
@@ -152,16 +164,17 @@ class Pooled(Reservation):
 
     def __init__(self, budget: Budget, nbytes: int):
         super().__init__(budget, nbytes)
-        self._images = self._nodes = 0
+        self._images = self._nodes = self._hot = 0
 
-    def spend(self, *, images: int = 0, nodes: int = 0) -> None:
-        if images + nodes > self.left:
-            raise ValueError(f"{images + nodes} bytes spent of a reservation with {self.left} left")
-        self.left -= images + nodes
+    def spend(self, *, images: int = 0, nodes: int = 0, hot: int = 0) -> None:
+        if (spent := images + nodes + hot) > self.left:
+            raise ValueError(f"{spent} bytes spent of a reservation with {self.left} left")
+        self.left -= spent
+        self._hot += hot
         self._images += images
         self._nodes += nodes
 
     def release(self, nbytes: int | None = None) -> int:
-        self._budget._spend(self._images, self._nodes, 0)
-        self._images = self._nodes = 0
+        self._budget._spend(self._images, self._nodes, 0, self._hot)
+        self._images = self._nodes = self._hot = 0
         return super().release(nbytes)

@@ -84,7 +84,7 @@ def read(prompt_cache: Any) -> Reading:
 
 
 def _read_layer(cache: Any, at: str, leaves: list[Leaf]) -> Layout:
-    if _is_list(type(cache)):
+    if is_list(type(cache)):
         children = [_read_layer(c, f"{at}.{i}", leaves) for i, c in enumerate(cache.caches)]
         path = f"{type(cache).__module__}.{type(cache).__qualname__}"
         check_kept(path, at)
@@ -98,11 +98,11 @@ def live_arrays(prompt_cache: Sequence[Any]) -> list[mx.array]:
     """Return every array of a prompt cache, live or restored, however its lists nest."""
     arrays: list[mx.array] = []
     for cache in prompt_cache:
-        arrays += live_arrays(cache.caches) if _is_list(type(cache)) else adapter_of(type(cache)).arrays(cache)
+        arrays += live_arrays(cache.caches) if is_list(type(cache)) else adapter_of(type(cache)).arrays(cache)
     return arrays
 
 
-def _is_list(cls: type) -> bool:
+def is_list(cls: type) -> bool:
     return any(f"{base.__module__}.{base.__qualname__}" == LIST for base in cls.__mro__)
 
 

@@ -5,7 +5,6 @@ What is generated on is then what is stored: a hit, from whatever tier, gives th
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 
 import mlx.core as mx
@@ -41,6 +40,7 @@ class WriteBack:
         self._plan, self._leaves, self._limit = plan, leaves, limit
         self._held = [plan.held(leaves, window) for window in range(len(plan.windows))]
         self.since = since
+        self.is_damaged = False  # some block's codes can't be decoded
         self._first = since - since % BLOCK
         self._rows: dict[tuple[int, str], list[tuple[int, mx.array]]] = {}
 
@@ -86,7 +86,7 @@ class WriteBack:
         ]
         if not coded:
             return
-        with contextlib.suppress(DamagedBlock):  # the live cache keeps its own rows; a fetch deletes the image
+        try:
             rows, unchecked = [], []
             for joined, decoded in zip(self._plan.joined, decode_joined(coded), strict=True):
                 for stretch in decoded.stretches:
@@ -98,6 +98,8 @@ class WriteBack:
                 decoded.check()
             for member, first, of_stream in rows:
                 self.add(member, first, of_stream, self._plan.sink_tokens)
+        except DamagedBlock:  # the live cache keeps its own rows; a fetch deletes the image
+            self.is_damaged = True
 
     def decode_blocks(self, blocks: Sequence[tuple[int, Image]]) -> None:
         """Add all that the rows images of whole blocks have."""

@@ -61,7 +61,7 @@ def _fetched(c: Counters) -> Numbers:
 def _ram(s: Stats) -> Numbers:
     """What waits for the SSD is part of the images in `Stats`."""
     images = {"images": s.ram_images - s.ram_queued, "queued": s.ram_queued}
-    return {**images, "nodes": s.ram_nodes, "reserved": s.ram_reserved}
+    return {**images, "nodes": s.ram_nodes, "hot": s.ram_hot, "reserved": s.ram_reserved}
 
 
 def _labelled(field: str) -> Callable[[Stats], Numbers]:
@@ -85,6 +85,7 @@ EVENTS = (  # since the cache was opened, of `Counters`
         {"ram": "ram_hit_tokens", "ssd": "ssd_hit_tokens", "remote": "remote_hit_tokens"},
         "tier",
     ),
+    Series("hot_hit_tokens", "Tokens of hits that had nothing to decode (setting hot).", "hot_hit_tokens"),
     Series(
         "other_form_fetches",
         "Prompts of which something was stored as a prompt cache of another form than the caller "
@@ -122,6 +123,7 @@ STATE = (  # now, of `Stats`
     Series("ram_configured_bytes", "The RAM budget that was asked for.", "ram_configured"),
     Series("ram_peak_bytes", "The most RAM that was held at once.", "ram_peak"),
     Series("images", "Images by tier; many are in both.", {"ram": "images_in_ram", "ssd": "images_on_ssd"}, "tier"),
+    Series("hot_prompts", "Prompts whose decoded state is kept (setting hot).", "hot_prompts"),
     Series("pinned_images", "Images pinned against eviction.", "pinned"),
     Series("blocks", "Blocks of tokens that are known, in any tier.", "blocks"),
     Series(

@@ -79,6 +79,7 @@ class Counters:
     asked_tokens: int = 0  # tokens that fetches asked for: the denominator of a hit rate
     hit_tokens: int = 0  # of them, tokens that fetches gave from RAM
     ram_hit_tokens: int = 0  # of those, tokens that RAM had by itself
+    hot_hit_tokens: int = 0  # tokens of hits whose state was there decoded; they count as RAM's, too
     ssd_hit_tokens: int = 0  # and tokens that a promotion had brought and no hit had used since
     remote_hit_tokens: int = 0  # and of tokens that the remote tier had brought
     remote_promoted_images: int = 0  # images that came from the remote tier
@@ -135,7 +136,7 @@ class Labelled(NamedTuple):
 
 @dataclass(frozen=True)
 class Stats:
-    """The cache at one moment. `ram_held` = `ram_images` + `ram_nodes` + `ram_reserved`, and never exceeds
+    """The cache at one moment. `ram_held` = `ram_images` + `ram_nodes` + `ram_hot` + `ram_reserved`, and never exceeds
     `ram_limit`.
     """
 
@@ -147,6 +148,8 @@ class Stats:
     ram_images: int
     ram_queued: int
     ram_nodes: int
+    ram_hot: int
+    """Of hot prompts, `hot_prompts` in number (setting `hot`)."""
     ram_reserved: int
     ram_peak: int
     namespaces: int
@@ -157,6 +160,7 @@ class Stats:
     images_in_ram: int
     images_on_ssd: int
     pinned: int
+    hot_prompts: int
     codec: str
     kernels: dict[str, str]
     """What code runs TurboQuant here: "cpu", and "device" where MLX's default device is a GPU."""

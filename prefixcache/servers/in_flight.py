@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from prefixcache.keys import BLOCK
+from prefixcache.keys import BLOCK, common_prefix
 
 LEAST = 16  # tokens that waiting must save
 LOST = BLOCK  # tokens of a prompt that a store may leave out: its tail, where hits end with a block
@@ -103,10 +103,3 @@ class Admission:
             n = min(len(ids), len(prompt.ids))
             if prompt.space == space and prompt.stored < n and np.array_equal(prompt.ids[:n], ids[:n]):
                 prompt.stored = n
-
-
-def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
-    """Return how many leading tokens two prompts share."""
-    n = min(len(a), len(b))
-    differ = a[:n] != b[:n]
-    return int(differ.argmax()) if n and differ.any() else n

@@ -97,6 +97,7 @@ class LiveMaker:
         self.state = self._plan.describe_state(leaves) if with_snapshot and self.not_finite is None else None
         self.has_codes = any(leaf.codes is not None for leaf in leaves)
         self.recoded = 0
+        self.is_written_back = since is not None  # all rows of whole blocks, as far as they are kept
         self._codes: dict[bytes, list[Codes]] = {}  # of joined layers, by image; from `encoded` to `make`
 
     def held(self, window: int) -> TokenRuns:
@@ -247,11 +248,14 @@ class LiveMaker:
             batch = nodes[at : at + BATCH]
             images = [(node.start, node.rows.image) for node in batch if node.rows is not None]
             self._back.decode_blocks([(start, image) for start, image in images if image is not None])
+            self.is_written_back &= all(image is not None for _, image in images)  # what is on the SSD alone isn't read
             for node in batch:
                 for window in node.windows:
                     if window.image is not None:
                         self._back.decode_window(node.start, window.image.tensors(), window.mask)
+                    self.is_written_back &= window.image is not None
             self.put_back()
+        self.is_written_back &= not self._back.is_damaged
 
 
 def _block_rows(job: ImageJob) -> BlockRows:

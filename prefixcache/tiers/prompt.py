@@ -48,6 +48,15 @@ class PromptTerms:
     whole_blocks: bool = False
 
 
+@dataclass
+class GivenRows:
+    """Of how many leading tokens the caller's layers have the rows that a fetch gives: those of a hit, and those that stores
+    wrote back since.
+    """
+
+    tokens: int = 0
+
+
 class Prompt:
     """The tokens of one request, for one model and one tenant. `PrefixCache.prompt` makes it.
 
@@ -69,6 +78,7 @@ class Prompt:
         self.token_bytes = token_bytes
         self.given = given
         self.terms = terms
+        self.given_rows = GivenRows()  # one for all prompts that were made of this one
         self.model, self.salt, self.form = terms.model, terms.salt, terms.form
         self._walks: dict[bytes, Walk] = {}  # by root key; the storage's lock guards them
         self._keys: dict[bytes, list[bytes]] = {}  # by root key, as far as they were asked for; guarded likewise
@@ -111,6 +121,7 @@ class Prompt:
         """Return a prompt whose tokens begin with these, or these with them."""
         given = np.frombuffer(token_bytes, "<i8")
         resumed = Prompt(self._storage, self._all_namespaces, token_bytes, given, self.terms)
+        resumed.given_rows = self.given_rows
         for root, walk in list(self._walks.items()):
             path = [node for node in walk.path if node.end <= len(resumed)]
             resumed._walks[root] = walk._replace(path=path, version=-1)

@@ -60,6 +60,21 @@ class Ram:
             state.counters.denied += drop or wait > 0  # else only asked in passing, and again
             return None
 
+    def reserve_hot(self, nbytes: int) -> Reservation | None:
+        """Reserve room for a hot prompt, of less recently used ones if they take their share, else of what is free or taken
+        by the coldest images, as far as a tier below has them or is given them. None where that is not enough.
+        """
+        state, hot = self._state, self._state.hot
+        while hot.nbytes + nbytes > hot.limit:
+            if not hot.evict():
+                return None
+        if hot.budget is state.budget and self._lower.spill_tier is not None:
+            self._make_room(nbytes, False, None, for_hot=True)
+        while hot.budget.room < nbytes:
+            if not hot.evict():
+                return None
+        return hot.budget.reserve(nbytes)
+
     def trim(self, nbytes: int, wait: float) -> int:
         """Evict until RAM holds at most `nbytes`. Nothing is lost for it: what the tier below has not taken in `wait` seconds
         stays. Returns the bytes held.
@@ -68,6 +83,8 @@ class Ram:
 
         def done() -> bool:
             while (held := budget.held()).total > max(nbytes, held.nodes):  # nodes alone: nothing to wait for
+                if self._evict_hot():
+                    continue
                 writes_are_enough = held.total - held.queued <= nbytes
                 victim = None if writes_are_enough else eviction_victim(self._state.graph, RAM)
                 if victim is None or not self._evict(victim, False, asked=True):
@@ -144,9 +161,15 @@ class Ram:
             self._state.changed.wait(min(left, LOOK_AGAIN))
         return True
 
-    def _make_room(self, nbytes: int, drop: bool, claim: Claim | None) -> bool:
+    def _evict_hot(self) -> bool:
+        """Evict the least recently used hot prompt that takes RAM. False where there is none."""
+        return self._state.hot.budget is self._state.budget and self._state.hot.evict()
+
+    def _make_room(self, nbytes: int, drop: bool, claim: Claim | None, for_hot: bool = False) -> bool:
         state, budget = self._state, self._state.budget
         while (missing := nbytes - budget.room) > 0:
+            if not for_hot and self._evict_hot():
+                continue
             if not drop and budget.queued >= missing:
                 return False  # enough is being written
             victim = eviction_victim(state.graph, RAM)
@@ -167,6 +190,8 @@ class Ram:
     def _shrink(self, drop: bool) -> bool:
         state, budget = self._state, self._state.budget
         while (room := budget.room) < 0:
+            if self._evict_hot():
+                continue
             if room + budget.held().queued >= 0:  # enough is being written
                 return False
             victim = eviction_victim(state.graph, RAM)

@@ -15,6 +15,7 @@ from prefixcache.blocks.node import Tree
 from prefixcache.metrics.stats import Counters
 from prefixcache.ssd.entries import NamespaceRow
 from prefixcache.tiers.admission import LongPrompts
+from prefixcache.tiers.hot import HotPrompts
 
 if TYPE_CHECKING:
     from prefixcache.layers.image_layout import Plan
@@ -37,13 +38,21 @@ class StorageState:
     """
 
     def __init__(
-        self, ram: int, policy: str, tiers: int, condition: Callable[[Any], threading.Condition] = threading.Condition
+        self,
+        ram: int,
+        hot: int,
+        policy: str,
+        tiers: int,
+        condition: Callable[[Any], threading.Condition] = threading.Condition,
     ):
-        """`tiers`: how many there are at most, RAM included. `condition` makes `changed` of the lock."""
+        """`hot`: bytes of the RAM that hot prompts may take. `tiers`: how many there are at most, RAM included. `condition`
+        makes `changed` of the lock.
+        """
         self.lock = threading.RLock()
         self.changed = condition(self.lock)
         self.budget = Budget(ram)
         image_memory.keep_within(self.budget)
+        self.hot = HotPrompts(self.budget, hot)
         self.graph = Graph(self.budget, policy, tiers)
         self.namespaces: dict[bytes, Namespace] = {}  # by root key
         self.counters = Counters()
@@ -54,7 +63,9 @@ class StorageState:
         for slot in list(self.graph.slots.values()):
             slot.image, slot.tiers, slot.pins = None, 0, 0  # whoever is still at work finds nothing
         self.namespaces.clear()
+        self.hot.clear()
         self.budget = Budget(self.budget.limit)
+        self.hot = HotPrompts(self.budget, self.hot.limit)
         version = self.graph.version
         self.graph = Graph(self.budget, self.graph.policy, len(self.graph.tiers))
         self.graph.version = version + 1  # what prompts walked was the old graph

@@ -38,7 +38,7 @@ class Storage(StorageState):
         condition: Callable[[Any], threading.Condition] = threading.Condition,
     ):
         """`tiers`: how many there are at most, RAM included. `condition` makes `changed` of the lock."""
-        super().__init__(ram, settings.policy, tiers, condition)
+        super().__init__(ram, settings.hot_bytes(ram), settings.policy, tiers, condition)
         self.settings = settings
         self.lower = LowerTiers(self)
         self.ram = Ram(self, self.lower, settings.ssd_admission)

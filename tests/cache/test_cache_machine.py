@@ -98,9 +98,12 @@ class CacheMachine(RuleBasedStateMachine):
     def prompt(self, runs):
         return spell(runs)
 
-    @rule(tokens=prompts)
-    def store(self, tokens):
-        stored = self.cache.store(tokens, self.make(tokens), model="m")
+    @rule(tokens=prompts, hot=st.booleans())
+    def store(self, tokens, hot=False):
+        made, prompt = self.make(tokens), self.cache.prompt(tokens, model="m")
+        stored = self.cache.store(prompt, made, write_back_from=0 if hot else None)
+        if hot:
+            self.cache.keep_hot(prompt, made)
         self.stored.append(tokens[: stored.tokens])
         if self.roomy:
             assert stored.tokens == len(tokens)
@@ -380,14 +383,15 @@ class NeighboursMachine(CacheMachine):
         codec=st.sampled_from(["turboquant:4:sink_tokens=3", "turboquant:3:4", "turboquant:4:4:plain"]),
         layers=st.sampled_from(sorted(states.LAYERS)),
         step=st.sampled_from([256, 512]),
+        keeps_hot=st.booleans(),
     )
-    def open(self, tier, close, codec, layers, step):
-        self.codec, self.layers, self.step = codec, layers, step
+    def open(self, tier, close, codec, layers, step, keeps_hot):
+        self.codec, self.layers, self.step, self.keeps_hot = codec, layers, step, keeps_hot
         super().open(5_000_000, tier, "wait", close)
 
     @rule(tokens=prompts)
     def store(self, tokens):
-        self._in_steps(tokens, states.LAYERS[self.layers](), 0)
+        self._in_steps(self.asked(tokens), states.LAYERS[self.layers](), 0)
 
     @rule(
         target=prompts,
@@ -403,14 +407,18 @@ class NeighboursMachine(CacheMachine):
 
     @rule(tokens=prompts)
     def store_behind_a_hit(self, tokens):
-        made, rest = self.cache.fetch(self.asked(tokens), promote=True)
-        self._in_steps(tokens, made if made is not None else states.LAYERS[self.layers](), len(tokens) - len(rest))
+        prompt = self.asked(tokens)
+        made, rest = self.cache.fetch(prompt, promote=True)
+        self._in_steps(prompt, made if made is not None else states.LAYERS[self.layers](), len(tokens) - len(rest))
 
     def asked(self, tokens):
         return self.cache.prompt(tokens, model="m", whole_blocks=True)
 
-    def _in_steps(self, tokens, live, at):
-        states.stored_in_steps(self.cache, tokens, live, at, self.step)
+    def _in_steps(self, prompt, live, at):
+        tokens = prompt.given
+        states.stored_in_steps(self.cache, prompt, live, at, self.step)
+        if self.keeps_hot:
+            self.cache.keep_hot(prompt, live)
         self.stored.append(tokens)
         self.sure.append(tokens)
         if "ssd_dir" not in self.options:  # what the SSD alone has is not read for it

@@ -45,7 +45,7 @@ def test_a_neighbour_that_begins_alike_changes_no_bit(shared, codec, layers, wri
             for prompt in (*others, tokens):
                 live = states.LAYERS[layers]()
                 if write_back:
-                    states.stored_in_steps(cache, prompt, live, 0, 256)
+                    states.stored_in_steps(cache, cache.prompt(prompt, model="m"), live, 0, 256)
                 else:  # in steps, or the first block's window would be the other's, whose block it is
                     for end in range(256, len(prompt) + 256, 256):
                         states.fed_uneven(live, prompt[:end], end - 256)
@@ -98,7 +98,7 @@ def test_a_block_that_the_live_cache_has_half_forgotten_is_kept_beside_one_that_
 def test_rows_that_a_hit_gave_keep_their_codes(layers, write_back):
     """They are what the model went on from, and to code them again would be to code them twice."""
     with PrefixCache(ram="20MB", codec="turboquant:4", memory_reserve=0) as cache:
-        states.stored_in_steps(cache, FIRST, states.LAYERS[layers](), 0, 256)
+        states.stored_in_steps(cache, cache.prompt(FIRST, model="m"), states.LAYERS[layers](), 0, 256)
         tokens = branch(FIRST, 490, 700, 9)
         live, rest = cache.fetch(tokens, model="m")
         depth = len(tokens) - len(rest)
@@ -129,7 +129,7 @@ def test_prompts_stored_in_any_order_are_as_each_is_alone(data):
                 made, rest = cache.fetch(cache.prompt(tokens, model="m", whole_blocks=True))
                 at = len(tokens) - len(rest)
                 live = made if made is not None else live
-            states.stored_in_steps(cache, tokens, live, at, step)
+            states.stored_in_steps(cache, cache.prompt(tokens, model="m"), live, at, step)
             cache.check_integrity()
         for tokens in order:
             made, rest = cache.fetch(tokens, model="m", leave=0)

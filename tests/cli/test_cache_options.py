@@ -66,6 +66,7 @@ OTHERS = {  # one for each field of Settings: the flag's text, and what it means
     "spill": ("wait", "wait"),
     "spill_wait": ("0.5", 0.5),
     "spill_queue": ("1GB", 10**9),
+    "hot": ("2GB", 2 * 10**9),
     "spill_idle": ("3GB", 3 * 10**9),
     "spill_on_close": (False, False),
     "close_timeout": ("60", 60.0),

@@ -38,7 +38,7 @@ def alike(names: str) -> dict[str, str]:
 # Metrics and the fields that they are. What a label tells apart adds up to what the fields say.
 EVENTS = {
     **alike("fetches promoted_tokens promoted_bytes stores stored_bytes recoded_tokens dropped_bytes write_errors"),
-    **alike("failed_hits idle_bytes remote_promoted_images"),
+    **alike("failed_hits hot_hit_tokens idle_bytes remote_promoted_images"),
     "dropped_images": "dropped",
     "forgotten_images": "forgotten",
     "corrupt_images": "corrupt",
@@ -59,7 +59,7 @@ LABELLED = {
     ("evicted_images", "ssd"): "ssd_evicted",
 }
 STATE = {
-    **alike("namespaces blocks"),
+    **alike("namespaces blocks hot_prompts"),
     "ram_limit_bytes": "ram_limit",
     "ram_configured_bytes": "ram_configured",
     "ram_peak_bytes": "ram_peak",
@@ -158,6 +158,7 @@ def expected(stats: Stats) -> Samples:
         ("prefixcache_ram_bytes", "images"): stats.ram_images - stats.ram_queued,
         ("prefixcache_ram_bytes", "queued"): stats.ram_queued,
         ("prefixcache_ram_bytes", "nodes"): stats.ram_nodes,
+        ("prefixcache_ram_bytes", "hot"): stats.ram_hot,
         ("prefixcache_ram_bytes", "reserved"): stats.ram_reserved,
     }
     for label, counted in stats.labels.items():
@@ -237,7 +238,16 @@ def test_no_field_of_stats_is_forgotten() -> None:
     """What is no metric: sums of others, texts, what is counted elsewhere."""
     counters = {*EVENTS.values(), *LABELLED.values(), "asked_tokens"}
     assert counters == {field.name for field in fields(Counters)}
-    shown = {"ram_images", "ram_queued", "ram_nodes", "ram_reserved", "images_in_ram", "images_on_ssd", "labels"}
+    shown = {
+        "ram_images",
+        "ram_queued",
+        "ram_nodes",
+        "ram_hot",
+        "ram_reserved",
+        "images_in_ram",
+        "images_on_ssd",
+        "labels",
+    }
     summed, told = {"ram_held", "sequences"}, {"ram_setting", "codec", "kernels", "counters", "ssd", "remote"}
     assert {*STATE.values(), *shown, *summed, *told, "seconds"} == {field.name for field in fields(Stats)}
     ssd = {*SSD_EVENTS.values(), *SSD_STATE.values(), *SSD_SECONDS.values()}

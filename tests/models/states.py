@@ -166,16 +166,17 @@ LAYERS = {
 def by_itself(tokens: tuple[int, ...], codec: str, layers: str, step: int) -> list[Any]:
     """The rows that an empty cache gives of a prompt once it was stored in these steps: of each layer, part and token."""
     with PrefixCache(ram=5_000_000, codec=codec) as cache:
-        stored_in_steps(cache, list(tokens), LAYERS[layers](), 0, step)
+        stored_in_steps(cache, cache.prompt(list(tokens), model="m"), LAYERS[layers](), 0, step)
         return held(cache.fetch(list(tokens), model="m", leave=0)[0])
 
 
-def stored_in_steps(cache: PrefixCache, tokens: list[int], live: list[Any], at: int, step: int) -> list[Any]:
+def stored_in_steps(cache: PrefixCache, prompt: Prompt, live: list[Any], at: int, step: int) -> list[Any]:
     """As a server does: computed from token `at` on, and stored after each chunk."""
+    tokens = list(prompt.given)
     while at < len(tokens):
         end = min(at // step * step + step, len(tokens))
         fed_uneven(live, tokens[:end], at)
-        assert cache.store(tokens[:end], live, model="m", write_back_from=at).tokens == end
+        assert cache.store(prompt.first(end), live, write_back_from=at).tokens == end
         at = end
     return live
 

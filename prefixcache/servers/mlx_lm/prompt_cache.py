@@ -108,9 +108,13 @@ class TieredPromptCache:
         *,
         cache_type: str = "assistant",
         salt: bytes = b"",
+        write_back_from: int | None = None,
     ) -> int:
         """Keep the prompt cache of these tokens. It is read here, and neither changed nor held (but see the class). Returns
         how many of the tokens a PrefixCache can give now. A `Prompt` stands for its model, tokens and salt.
+
+        With `write_back_from` the prompt cache is given up: from this token on its rows become what a hit gives, those before
+        are, and it is kept hot (`PrefixCache.keep_hot`).
         """
         kept = 0
         with self._turn:
@@ -120,7 +124,10 @@ class TieredPromptCache:
                     if not len(prompt):
                         raise CacheError("no tokens")
                     self.reading.ended(prompt)
-                    kept = self.cache.store(prompt.labelled(cache_type), prompt_cache).tokens
+                    labelled = prompt.labelled(cache_type)
+                    kept = self.cache.store(labelled, prompt_cache, write_back_from=write_back_from).tokens
+                    if write_back_from is not None:
+                        self.cache.keep_hot(labelled, prompt_cache)
                 except CacheError as error:
                     self._insert_live(prompt, prompt_cache, cache_type, error)
                 self._keep_limits()
@@ -150,7 +157,8 @@ class TieredPromptCache:
     @property
     def nbytes(self) -> int:
         """Bytes of RAM that hold prompt caches."""
-        return int(self._live.nbytes) + self.cache.stats().ram_images
+        stats = self.cache.stats()
+        return int(self._live.nbytes) + stats.ram_images + stats.ram_hot
 
     def stats_by_type(self) -> dict[str, dict[str, int]]:
         """By cache type: sequences, and bytes in RAM. What the SSD brought after a restart is of type "restored"."""
@@ -170,7 +178,7 @@ class TieredPromptCache:
     def _trim_ram(self, nbytes: int) -> None:
         """Evict images from RAM until they and the live objects take no more than this."""
         stats = self.cache.stats()
-        if stats.ram_images + self._live.nbytes > nbytes:
+        if stats.ram_images + stats.ram_hot + self._live.nbytes > nbytes:
             beside = stats.ram_nodes + stats.ram_reserved
             self.cache.trim_to(max(nbytes - self._live.nbytes, 0) + beside, wait=0)
 

@@ -66,6 +66,7 @@ class TenantPromptCache(TieredPromptCache):
             return None, tokens
         prompt_cache, rest = super().fetch_nearest_cache(model, request.prompt)
         if not len(rest):  # mlx-lm's batches need a token to go on from
+            request.prompt.given_rows.tokens = 0
             return None, tokens
         return prompt_cache, tokens[len(tokens) - len(rest) :]
 
@@ -76,7 +77,14 @@ class TenantPromptCache(TieredPromptCache):
         if request is None or not len(request.prompt):
             return
         stored = self._seen(request, tokens)
-        kept = super().insert_cache(model, stored, prompt_cache, cache_type=cache_type)
+        is_answered = cache_type == "assistant" and self.cache.settings.hot != 0
+        kept = super().insert_cache(
+            model,
+            stored,
+            prompt_cache,
+            cache_type=cache_type,
+            write_back_from=stored.given_rows.tokens if is_answered else None,
+        )
         self._on_stored(stored, kept, True)
 
     def prompt_of(self, ids: np.ndarray, name: str, salt: bytes, form: CacheForm | None) -> Prompt:

@@ -1,0 +1,98 @@
+"""Which hot prompt a request hits, and which prompts become hot: see `tiers.hot`."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from prefixcache.blocks.lookup import hit_depth
+from prefixcache.blocks.node import RAM
+from prefixcache.keys import BLOCK, common_prefix
+from prefixcache.layers.adapters import CacheError
+from prefixcache.layers.hot_state import HotState, nbytes_of
+from prefixcache.layers.image_layout import read
+from prefixcache.store_fetch_remove.namespaces import Namespaces
+from prefixcache.tiers.hot import HotPrompt
+from prefixcache.tiers.prompt import Prompt
+from prefixcache.tiers.state import Namespace
+from prefixcache.tiers.storage import Storage
+
+
+class HotHit(NamedTuple):
+    """The first `depth` tokens of a prompt are hot."""
+
+    state: Any
+    depth: int
+
+
+def keep_hot(storage: Storage, namespaces: Namespaces, prompt: Prompt, prompt_cache: list[Any]) -> int:
+    """Keep a prompt cache's arrays for hits, as far as its tokens are stored. Return its bytes, 0 where it can't be kept."""
+    reading = read(prompt_cache)
+    namespace = namespaces.of_layout(prompt.model, reading.layout, prompt.salt)
+    end = len(prompt) if reading.positions is None else min(len(prompt), reading.positions)
+    with storage.lock:
+        stored = prompt.boundary(namespace, prompt.walk(namespace), storage.graph.last, end)
+    if not namespace.plan.lossless and prompt.given_rows.tokens // BLOCK < stored // BLOCK:
+        stored = prompt.given_rows.tokens // BLOCK * BLOCK
+    is_sliceable = not (namespace.plan.windows or namespace.plan.snapshots)
+    if not stored or not (is_sliceable or (reading.agreed and stored == end)):
+        return 0
+    try:
+        nbytes = nbytes_of(prompt_cache, stored)
+    except CacheError:
+        return 0
+    with storage.lock:
+        reservation = storage.ram.reserve_hot(nbytes)
+    if reservation is None:
+        return 0
+    with reservation:
+        state = HotState.of(prompt_cache, stored)
+        ids = np.frombuffer(prompt.token_bytes, "<i8")[:stored]
+        with storage.lock:
+            storage.hot.add(HotPrompt(namespace.row.root, ids, state), reservation)
+    return nbytes
+
+
+def hot_hit(storage: Storage, prompt: Prompt, leave: int) -> HotHit | None:
+    """Return the deepest hot prompt, where images in RAM don't reach deeper: at a boundary that images can be hit at."""
+    with storage.lock:
+        if not len(storage.hot):
+            return None
+        in_ram = prompt.deepest(RAM, leave)
+        best, deepest = None, in_ram.depth if in_ram is not None else 0
+        for namespace in prompt.namespaces():
+            for hot in storage.hot.of(namespace.row.root):
+                depth = _depth(storage, prompt, namespace, hot, max(len(prompt) - leave, 0))
+                if depth and (depth > deepest or (depth == deepest and best is None)):
+                    best, deepest = hot, depth
+        if best is None:
+            return None
+        storage.hot.touch(best)
+        storage.counters.hot_hit_tokens += deepest
+        return HotHit(best.state, deepest)
+
+
+def forget_deleted(storage: Storage) -> None:
+    """Let go of hot prompts that no tier has any longer."""
+    with storage.lock:
+        for root, namespace in [(root, storage.namespaces.get(root)) for root in storage.hot.roots()]:
+            for hot in list(storage.hot.of(root)):
+                if namespace is None or _stored(storage, namespace, hot) < len(hot.ids):
+                    storage.hot.drop(hot)
+
+
+def _stored(storage: Storage, namespace: Namespace, hot: HotPrompt) -> int:
+    walk = storage.graph.walk(namespace.tree, hot.ids.tobytes(), ())
+    return hit_depth(walk, storage.graph.last, len(hot.ids))
+
+
+def _depth(storage: Storage, prompt: Prompt, namespace: Namespace, hot: HotPrompt, limit: int) -> int:
+    """Return how much of a prompt a hot one gives. Rows of its whole blocks are decoded: a hit doesn't end among them."""
+    common = min(common_prefix(hot.ids, np.frombuffer(prompt.token_bytes, "<i8")), limit)
+    if common < len(hot.ids) and not hot.state.is_sliceable:
+        return 0
+    if common < len(hot.ids) // BLOCK * BLOCK and not namespace.plan.lossless:
+        common -= common % BLOCK
+    depth = prompt.boundary(namespace, prompt.walk(namespace), storage.graph.last, common)
+    return depth if hot.state.is_sliceable or depth == len(hot.ids) else 0

@@ -1,0 +1,220 @@
+"""Hot prompts: a hit gives what images give, takes nothing from them, and is gone with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache
+
+from prefixcache import PrefixCache
+from prefixcache.layers.image_layout import live_arrays
+from tests.models import states
+from tests.models.states import prompt
+
+LONG = prompt(1, 700)
+
+
+@pytest.fixture
+def cache() -> Iterator[PrefixCache]:
+    with PrefixCache(ram="20MB", codec="turboquant:4", memory_reserve=0) as opened:
+        yield opened
+        opened.check_integrity()
+
+
+def computed(cache: PrefixCache, tokens: list[int], layers: str = "ring") -> list[Any]:
+    """A prompt's layers, stored as a server does and kept hot."""
+    prompt = cache.prompt(tokens, model="m")
+    live = states.stored_in_steps(cache, prompt, states.LAYERS[layers](), 0, 256)
+    assert cache.keep_hot(prompt, live) == cache.stats().ram_hot > 0
+    return live
+
+
+def plain(cache: PrefixCache, tokens: list[int], salt: bytes = b"") -> list[KVCache]:
+    live, prompt = [KVCache(), KVCache()], cache.prompt(tokens, model="m", salt=salt)
+    states.fed_uneven(live, tokens, 0)
+    cache.store(prompt, live, write_back_from=0)
+    assert cache.keep_hot(prompt, live)
+    return live
+
+
+def hot_tokens(cache: PrefixCache) -> int:
+    return cache.stats().counters.hot_hit_tokens
+
+
+@pytest.mark.parametrize("layers", sorted(states.LAYERS))
+def test_a_hot_hit_is_what_images_give(cache, layers):
+    computed(cache, LONG, layers)
+    hot, rest = cache.fetch([*LONG, 1], model="m")
+    assert (hot_tokens(cache), rest) == (700, [1])
+    cache.trim_to(cache.stats().ram_held - 1)
+    assert cache.stats().hot_prompts == 0
+    cold, rest = cache.fetch([*LONG, 1], model="m")
+    assert (hot_tokens(cache), rest) == (700, [1])
+    for mine, theirs in zip(states.held(hot), states.held(cold), strict=True):
+        for part in ("keys", "values"):
+            assert {t for t in mine[part].keys() & theirs[part] if mine[part][t] != theirs[part][t]} == set()
+            assert len(theirs[part].keys() - mine[part]) == 0
+
+
+@pytest.mark.parametrize(("shared", "depth"), [(700, 700), (650, 650), (512, 512), (300, 256), (100, 0)])
+def test_a_hit_ends_in_the_last_rows_or_with_a_block(cache, shared, depth):
+    plain(cache, LONG)
+    asked = cache.prompt([*LONG[:shared], *[7] * 20], model="m", whole_blocks=True)
+    made, rest = cache.fetch(asked)
+    assert hot_tokens(cache) == depth
+    assert len(rest) == shared + 20 - depth
+    if depth:
+        states.check_uneven(made, LONG[:depth])
+
+
+def test_images_that_reach_deeper_are_hit(cache):
+    plain(cache, LONG)
+    longer = LONG + prompt(2, 300)
+    cache.store(longer, states.uneven(longer), model="m")
+    made, _ = cache.fetch(longer, model="m")
+    assert made[0].offset == 999
+    assert hot_tokens(cache) == 0
+
+
+def test_nobody_sees_what_others_append(cache):
+    live = plain(cache, LONG)
+    want = states.held(live)
+    states.fed_uneven(live, LONG + prompt(2, 50), 700)
+    first, _ = cache.fetch([*LONG, 1], model="m")
+    states.fed_uneven(first, LONG + prompt(3, 50), 700)
+    first[0].keys[...] = 0
+    second, _ = cache.fetch([*LONG, 1], model="m")
+    assert hot_tokens(cache) == 1400
+    assert states.held(second) == want
+
+
+@pytest.mark.parametrize(
+    "make",
+    [states.hybrid, lambda tokens: [CacheList(*states.sliceable(tokens)), *states.sliceable(tokens, 1)]],
+    ids=["recurrent", "lists"],
+)
+def test_every_kind_of_layer_is_hot(make):
+    with PrefixCache(ram="20MB", codec="raw", memory_reserve=0) as cache:
+        cache.store(LONG, made := make(LONG), model="m")
+        assert cache.keep_hot(LONG, made, model="m")
+        hot, rest = cache.fetch([*LONG, 1], model="m")
+        assert rest == [1]
+        assert hot_tokens(cache) == 700
+        images = cache.lookup([*LONG, 1], model="m").dequantize()
+        for a, b in zip(live_arrays(hot), live_arrays(images), strict=True):
+            n = min(a.shape[2], b.shape[2]) if a.ndim == 4 else None
+            assert mx.array_equal(a[:, :, :n] if n else a, b[:, :, :n] if n else b)
+
+
+def test_quantized_rows_are_hot_and_cut_anywhere():
+    with PrefixCache(ram="20MB", codec="raw", memory_reserve=0) as cache:
+        layer = QuantizedKVCache(32, 8)
+        layer.update_and_fetch(*(mx.random.normal((1, 2, 700, 32)) for _ in range(2)))
+        cache.store(LONG, [layer], model="m")
+        assert cache.keep_hot(LONG, [layer], model="m")
+        made, _ = cache.fetch([*LONG[:300], 1], model="m")
+        assert (made[0].offset, hot_tokens(cache)) == (300, 300)
+        for mine, theirs in zip(made[0].keys, layer.keys, strict=True):
+            assert mx.array_equal(mine[:, :, :300], theirs[:, :, :300])
+
+
+def test_a_chat_s_next_turn_takes_the_place_of_the_last(cache):
+    plain(cache, LONG[:600])
+    plain(cache, LONG)
+    assert cache.stats().hot_prompts == 1
+
+
+def test_a_salt_keeps_hot_prompts_apart(cache):
+    plain(cache, LONG, b"one")
+    cache.fetch(LONG, model="m", salt=b"two")
+    cache.fetch(LONG, model="m")
+    assert hot_tokens(cache) == 0
+
+
+@pytest.mark.parametrize(
+    "delete",
+    [
+        lambda cache: cache.remove(LONG, model="m"),
+        lambda cache: cache.remove(LONG[:300], model="m", following=True),
+        lambda cache: cache.clear(),
+        lambda cache: cache.clear(model="m"),
+        lambda cache: cache.prune(model="m"),
+        lambda cache: cache.keep(0),
+        lambda cache: cache.drop_hit(cache.prompt(LONG, model="m"), 700),
+    ],
+)
+def test_what_is_deleted_is_not_hot_any_longer(cache, delete):
+    plain(cache, LONG)
+    delete(cache)
+    assert (cache.stats().hot_prompts, cache.stats().ram_hot) == (0, 0)
+    assert cache.fetch(LONG, model="m")[0] is None
+
+
+def test_hot_prompts_leave_before_any_image():
+    with PrefixCache(ram="1MB", hot="500kB", codec="raw", memory_reserve=0) as cache:
+        seed = 0
+        while cache.stats().counters.evicted == 0:
+            cache.store(prompt(seed), states.sliceable(prompt(seed)), model="m")
+            if seed == 3:
+                assert cache.keep_hot(prompt(seed), states.sliceable(prompt(seed)), model="m")
+            seed += 1
+            assert seed <= 4 or cache.stats().counters.evicted == 0 or cache.stats().hot_prompts == 0
+        assert cache.stats().ram_hot == 0
+        assert not cache.keep_hot(prompt(seed - 1), states.sliceable(prompt(seed - 1)), model="m")  # no SSD to spill to
+
+
+def test_they_take_their_share_the_oldest_leaving(tmp_path):
+    with PrefixCache(ram="2MB", hot="100kB", codec="raw", ssd_dir=tmp_path, ssd="50MB", memory_reserve=0) as cache:
+        for seed in range(20):
+            cache.store(prompt(seed), states.sliceable(prompt(seed)), model="m")
+            cache.keep_hot(prompt(seed), states.sliceable(prompt(seed)), model="m")
+            cache.check_integrity()
+        stats = cache.stats()
+        assert 0 < stats.ram_hot <= 100_000
+        assert stats.hot_prompts == 100_000 // (600 * states.WIDTH * 4 * 4)
+        cache.trim_to(stats.ram_held - 1)
+        assert cache.stats().hot_prompts < stats.hot_prompts
+        cache.resize(ram="400kB", wait=30)
+        assert cache.stats().ram_hot == 0
+
+
+def test_none_are_kept_with_hot_0():
+    with PrefixCache(ram="20MB", hot=0, codec="raw", memory_reserve=0) as cache:
+        cache.store(LONG, made := states.sliceable(LONG), model="m")
+        assert cache.keep_hot(LONG, made, model="m") == 0
+
+
+def test_what_is_not_stored_is_not_hot(cache):
+    assert cache.keep_hot(LONG, states.uneven(LONG), model="m") == 0
+    assert cache.fetch(LONG, model="m")[0] is None
+
+
+def test_rows_that_a_fetch_would_not_give_are_not_hot(tmp_path):
+    with PrefixCache(ram="20MB", codec="turboquant:4", ssd_dir=tmp_path, ssd="50MB", memory_reserve=0) as cache:
+        asked = cache.prompt(LONG, model="m")
+        cache.store(asked, live := states.uneven(LONG))
+        assert cache.keep_hot(asked, live) == 0  # they are as they were computed
+        assert cache.flush(30)
+        cache.trim_to(0)
+        cache.store(asked, live, write_back_from=0)  # what the SSD alone has is not read for it
+        assert cache.keep_hot(asked, live) == 0
+        made, rest = cache.fetch(asked, leave=0, promote=True)
+        assert rest == []
+        assert cache.keep_hot(asked, made)
+
+
+def test_a_chat_goes_on_hot_from_turn_to_turn(cache):
+    tokens, layers, rest = [], [KVCache(), KVCache()], []
+    for turn in range(5):
+        tokens = tokens + prompt(turn, 300)
+        asked = cache.prompt(tokens, model="m", whole_blocks=True)
+        before = hot_tokens(cache)
+        made, rest = cache.fetch(asked)
+        assert (len(rest), hot_tokens(cache) - before) == (300, len(tokens) - 300)
+        layers = made or layers
+        states.stored_in_steps(cache, asked, layers, len(tokens) - len(rest), 256)
+        assert cache.keep_hot(asked, layers)
+        assert cache.stats().hot_prompts == 1
