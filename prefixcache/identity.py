@@ -304,7 +304,7 @@ def _module_of(package: Path, config: dict[str, Any]) -> Path:
     model_type, architectures = config["model_type"], config.get("architectures") or ()
     architectures = (architectures,) if isinstance(architectures, str) else architectures
     module = next(
-        (by_architecture[model_type, one] for one in architectures if (model_type, one) in by_architecture),
+        (by_architecture[model_type, name] for name in architectures if (model_type, name) in by_architecture),
         by_type.get(model_type, model_type),
     )
     if not re.fullmatch(r"\w+", module):
@@ -354,14 +354,14 @@ def _read_once(package: Path, path: Path) -> _ParsedModule:
 
 def _parsed(package: Path, path: Path) -> _ParsedModule:
     data = path.read_bytes()
-    own = (_LIBRARY, *path.relative_to(package).parent.parts) if path.is_relative_to(package) else ()
+    package_path = (_LIBRARY, *path.relative_to(package).parent.parts) if path.is_relative_to(package) else ()
     imported: set[Path] = set()
     for node in ast.walk(ast.parse(data)):
         names: list[tuple[str, ...]] = []
         if isinstance(node, ast.Import):
             names = [tuple(alias.name.split(".")) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            base = own[: len(own) - node.level + 1] if node.level else ()
+            base = package_path[: len(package_path) - node.level + 1] if node.level else ()
             module = (*base, *(node.module.split(".") if node.module else ()))
             names = [module, *((*module, alias.name) for alias in node.names)]
         for first, *rest in filter(None, names):

@@ -103,7 +103,7 @@ class Ranks:
     def differing(self, values: Mapping[str, Any]) -> list[str]:
         """Return the names under which the ranks have different values; all must ask for the same names."""
         hashes = [number_of(repr(value).encode()) for value in values.values()]
-        told = self.least(*hashes, *(-one for one in hashes))
+        told = self.least(*hashes, *(-value for value in hashes))
         return [name for name, low, high in zip(values, told, told[len(hashes) :], strict=False) if low != -high]
 
     def agree(self, deepest: Callable[[list[int]], list[int]], limits: Sequence[int], about: int = 0) -> list[int]:

@@ -38,7 +38,7 @@ def rank_identity(identity: str, model: Any, ranks: Ranks | None) -> str:
     if getattr(net, "pipeline_size", 1) > 1:
         layers = ranks.most(net.end_idx)[0]  # of the last stage
         return f"{identity}|pp {net.start_idx}:{net.end_idx}/{layers}"
-    others = [rank for rank, one in enumerate(hashes) if one != hashes[0]]
+    others = [rank for rank, files_hash in enumerate(hashes) if files_hash != hashes[0]]
     if others and all(hashes):
         raise OtherWeights(
             f"{named(others)}: other weights than on rank 0, or other code for the model; give all the same files and mlx-lm"

@@ -30,13 +30,13 @@ def form_of(
     """
     layers: list[Any] = []
     for model in models:
-        made = make_prompt_cache(model, max_kv_size)
+        prompt_cache = make_prompt_cache(model, max_kv_size)
         try:
-            model(mx.array([[0]]), cache=made)
+            model(mx.array([[0]]), cache=prompt_cache)
         except Exception as error:  # it takes more than tokens: then its layers' classes must do
             log.debug("no widths of a model's layers: %s: %s", type(error).__name__, error)
-            made = make_prompt_cache(model, max_kv_size)
-        layers += made
+            prompt_cache = make_prompt_cache(model, max_kv_size)
+        layers += prompt_cache
     forms = [layers]
     if kv_bits is not None:
         forms.append(list(layers))

@@ -203,8 +203,8 @@ def _agreed(
     ranks: Ranks, reading: float, worth: float, worth_remote: float, asks: bool
 ) -> tuple[float, float, float, bool]:
     """Return the longest reading of all ranks, what waiting is worth to rank 0, and whether any rank asks the remote tier."""
-    own = [reading, worth * ranks.is_first, worth_remote * ranks.is_first]
-    *milliseconds, asked = ranks.most(*(min(int(1000 * seconds), MAX) for seconds in own), int(asks))
+    here = [reading, worth * ranks.is_first, worth_remote * ranks.is_first]
+    *milliseconds, asked = ranks.most(*(min(int(1000 * seconds), MAX) for seconds in here), int(asks))
     reading, worth, worth_remote = (value / 1000 for value in milliseconds)
     return reading, worth, worth_remote, bool(asked)
 

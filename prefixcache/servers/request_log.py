@@ -17,7 +17,7 @@ REASON = 200  # characters of why a request was refused
 _QUOTED = re.compile(r"""'[^']*'?|"[^"]*"?|`[^`]*`?""")
 
 
-class Found(NamedTuple):
+class HitDepths(NamedTuple):
     """Tokens of a prompt that could be had when it came: from RAM, from RAM and SSD; and with the remote tier, which is known
     when it has answered.
     """
@@ -35,7 +35,7 @@ class RequestLog:
 
     def __init__(self) -> None:
         self.arrived = time.monotonic()
-        self.found: Found | None = None  # None: the SSD was not asked yet
+        self.depths: HitDepths | None = None  # None: the SSD was not asked yet
         self.ssd_wait = 0.0
         self.asks_remote = False
         self.end = ""
@@ -53,8 +53,8 @@ class RequestLog:
         """Hear that it waits for them no longer; RAM has so many of its tokens now."""
         if self._waits_since is not None:
             self.ssd_wait, self._waits_since = time.monotonic() - self._waits_since, None
-            if self.found is not None and self.asks_remote:
-                self.found = self.found._replace(remote=ram)
+            if self.depths is not None and self.asks_remote:
+                self.depths = self.depths._replace(remote=ram)
 
     def saw(self, answer: Any) -> None:
         """Hear what was put on the queue on which it is answered."""
@@ -83,9 +83,9 @@ class RequestLog:
         if self._context is None:
             return fields | ({"reason": self.reason} if self.reason and fields["end"] == REFUSED else {})
         prompt, cached = len(self._context.prompt), max(self._context.prompt_cache_count, 0)
-        found = self.found or Found(0, 0)
-        from_ssd = max(min(cached, found.ssd) - found.ram, 0)
-        from_remote = max(min(cached, found.remote) - found.ssd, 0)
+        depths = self.depths or HitDepths(0, 0)
+        from_ssd = max(min(cached, depths.ssd) - depths.ram, 0)
+        from_remote = max(min(cached, depths.remote) - depths.ssd, 0)
         fields |= {
             "prompt_tokens": prompt,
             "ram_tokens": cached - from_ssd - from_remote,

@@ -286,15 +286,15 @@ def _lone_surrogate(given: dict[str, Any]) -> tuple[str, ...] | None:
     for name, value in given.items():
         waiting: list[Any] = [name, value]
         while waiting:
-            one = waiting.pop()
-            if isinstance(one, str):
-                if not one.isascii() and _HALF.search(one):
+            value = waiting.pop()
+            if isinstance(value, str):
+                if not value.isascii() and _HALF.search(value):
                     return (name,)
-            elif isinstance(one, dict):
-                waiting += one.keys()
-                waiting += one.values()
-            elif isinstance(one, list):
-                waiting += one
+            elif isinstance(value, dict):
+                waiting += value.keys()
+                waiting += value.values()
+            elif isinstance(value, list):
+                waiting += value
     return None
 
 
@@ -334,13 +334,13 @@ def _in_words(annotation: Any, metadata: list[Any]) -> str:
             return said.text
     if get_origin(annotation) is Annotated:
         inner, *about = get_args(annotation)
-        found = [part for one in about for part in (one.metadata if isinstance(one, FieldInfo) else [one])]
-        return _in_words(inner, found)
+        parts = [part for said in about for part in (said.metadata if isinstance(said, FieldInfo) else [said])]
+        return _in_words(inner, parts)
     if get_origin(annotation) in (Union, types.UnionType):
         first = next(part for part in get_args(annotation) if part is not type(None))
         return _in_words(first, metadata)
     if annotation in (int, float):
-        low, high = (next(getattr(one, end) for one in metadata if hasattr(one, end)) for end in ("ge", "le"))
+        low, high = (next(getattr(bound, end) for bound in metadata if hasattr(bound, end)) for end in ("ge", "le"))
         return f"{'an integer' if annotation is int else 'a number'} from {_figure(low)} to {_figure(high)}"
     origin = get_origin(annotation) or annotation
     if origin is dict:

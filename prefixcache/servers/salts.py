@@ -54,11 +54,11 @@ def salt_of(token: str | None, cache_salt: str, key: bytes = b"") -> bytes:
 
     The same after a restart, and on every machine with the same key. Without the token no `cache_salt` gives this salt.
     """
-    own = cache_salt.encode()
+    salt = cache_salt.encode()
     if token is None:
-        return own
+        return salt
     secret = token.encode()
-    parts = len(secret).to_bytes(8, "little") + secret + own
+    parts = len(secret).to_bytes(8, "little") + secret + salt
     return HASHED + hashlib.blake2b(parts, digest_size=32, key=key, person=PERSON).digest()
 
 

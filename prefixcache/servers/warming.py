@@ -138,9 +138,9 @@ class _Warmer:
     def _load(self) -> None:
         nets = self._load_model()
         self._nets = nets if isinstance(nets, tuple) else (nets,)
-        made = [make_prompt_cache(net) for net in self._nets]
-        self._form = CacheForm.of_kept([layer for layers in made for layer in layers])
-        self._layers = [len(layers) for layers in made]
+        prompt_caches = [make_prompt_cache(net) for net in self._nets]
+        self._form = CacheForm.of_kept([layer for layers in prompt_caches for layer in layers])
+        self._layers = [len(layers) for layers in prompt_caches]
 
     def _begin(self, prompt: Prompt) -> tuple[list[Any], int]:
         """Return the deepest prompt cache that RAM or SSD has for a prompt, an empty one otherwise; and its tokens."""

@@ -40,8 +40,8 @@ class WebAccess:
         if bound.is_loopback or bound.is_unspecified:
             hosts |= LOOPBACK
         if bound.is_unspecified:
-            own = socket.gethostname().lower()
-            hosts |= {own, own.partition(".")[0], f"{own.partition('.')[0]}.local"}
+            name = socket.gethostname().lower()
+            hosts |= {name, name.partition(".")[0], f"{name.partition('.')[0]}.local"}
         return cls(frozenset(hosts - {""}), bound.is_unspecified, frozenset(origins))
 
     def allows(self, origin: str) -> bool:

@@ -44,7 +44,7 @@ def ours(opened):
 
 
 def make(cache, name="m", **values) -> TieredPrefixCache:
-    return TieredPrefixCache(object(), cache=cache, model_name=name, **values)
+    return TieredPrefixCache(cache, name, **values)
 
 
 class Config:
@@ -138,7 +138,7 @@ def both(wheel, opened):
     def pair():
         config = wheel.memory_cache.MemoryCacheConfig(max_memory_mb=100, min_prefix_tokens=4)
         theirs = wheel.memory_cache.MemoryAwarePrefixCache(object(), config)
-        return theirs, TieredPrefixCache(object(), config, cache=opened(), model_name="m")
+        return theirs, TieredPrefixCache(opened(), "m", config)
 
     return pair
 
@@ -226,7 +226,7 @@ def test_a_state_that_was_stored_at_a_boundary_is_an_arrays_cache_again(ours):
 
 
 def test_short_prompts_and_short_common_parts_are_misses_that_say_so(opened):
-    ours = TieredPrefixCache(object(), Config(least=100), cache=opened(), model_name="m")
+    ours = TieredPrefixCache(opened(), "m", Config(least=100))
     assert not ours.store(PROMPT[:99], states.sliceable(PROMPT[:99]))
     assert ours.store(PROMPT, states.sliceable(PROMPT))
     for tokens, kind in (
@@ -405,7 +405,7 @@ def test_a_prompt_is_removed_from_every_tier(opened):
 
 def test_another_quantisation_and_another_ssd_tier_are_said_to_be_unused(opened, caplog):
     caplog.set_level(logging.WARNING, "prefixcache")
-    ours = TieredPrefixCache(object(), Config(quantize=True), cache=opened(), model_name="m")
+    ours = TieredPrefixCache(opened(), "m", Config(quantize=True))
     ours.set_ssd_tier(object())
     ours.set_ssd_tier(None)
     assert ours.check_ssd(PROMPT) is None

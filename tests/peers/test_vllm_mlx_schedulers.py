@@ -273,7 +273,7 @@ def test_their_own_ssd_tier_brings_a_window_back_as_another_class(wheel, tmp_pat
     read = tier._read_entry(tuple(PROMPT), tier.lookup_ssd(tuple(PROMPT))["file_path"])
     tier.close()
     assert classes(wheel.scheduler.Scheduler._reconstruct_ssd_layers(None, read)) == [KVCache, KVCache]
-    ours = TieredPrefixCache(None, cache=opened(disk=True), model_name="m")
+    ours = TieredPrefixCache(opened(disk=True), "m")
     ours.store(PROMPT, live)
     ours.clear()
     assert classes(ours.fetch([*PROMPT, 1])[0]) == [KVCache, RotatingKVCache]

@@ -81,7 +81,7 @@ class Connections:
         displaced = None
         with self._lock:
             if len(self._arriving) >= self.limit:
-                displaced = next((one for one, arriving in self._arriving.items() if arriving), None)
+                displaced = next((other for other, arriving in self._arriving.items() if arriving), None)
                 if displaced is None:
                     return False
                 del self._arriving[displaced]

@@ -20,10 +20,10 @@ def context_of(config: Mapping[str, Any]) -> int | None:
     what is longer holds.
     """
     parts = [config, *(config[name] for name in TEXT_PARTS if isinstance(config.get(name), Mapping))]
-    found = [(part[name], part) for part in reversed(parts) for name in LENGTHS if _is_length(part.get(name))]
-    if not found:
+    lengths = [(part[name], part) for part in reversed(parts) for name in LENGTHS if _is_length(part.get(name))]
+    if not lengths:
         return None
-    length, part = found[0]
+    length, part = lengths[0]
     return max(length, _stretched(length, part.get("rope_scaling") or part.get("rope_parameters")))
 
 

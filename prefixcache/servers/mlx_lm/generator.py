@@ -38,7 +38,7 @@ from prefixcache.servers.mlx_lm.tenant_cache import TenantPromptCache, Tokenized
 from prefixcache.servers.mlx_lm.turns import WAKE, DeferredRequest, IdlePool, TimeBudget, Turns, Wait
 from prefixcache.servers.mlx_lm.upstream import Loop, generating_with, of_request, request_of, vision_of
 from prefixcache.servers.read_or_compute import AwaitedPromotions
-from prefixcache.servers.request_log import Found, RequestLog
+from prefixcache.servers.request_log import HitDepths, RequestLog
 from prefixcache.settings import ram_auto
 from prefixcache.tiers.prompt import Prompt
 
@@ -287,8 +287,8 @@ class Generator:
         """Return what a request waits for. None: it waits for nothing, and is under way from here on."""
         prompt, request_log = tokenized.prompt, _log_of(request)
         match = self.prompts.reading.match(prompt)
-        if request_log.found is None:
-            request_log.found = Found(*match)
+        if request_log.depths is None:
+            request_log.depths = HitDepths(*match)
             reading = self.prompts.reading.begin(prompt, match)
             if reading is not None:
                 request_log.wait_for_ssd(reading.asks_remote)
@@ -348,8 +348,8 @@ class Generator:
         if known is None or known.tokenizer is not tokenizer:
             known = self._read_tokens(tokenizer, request, args)
             request_log = _log_of(request)
-            if request_log.found is None:
-                request_log.found = Found(*self.prompts.reading.match(known.prompt))
+            if request_log.depths is None:
+                request_log.depths = HitDepths(*self.prompts.reading.match(known.prompt))
                 request_log.wait_for_ssd(self.prompts.cache.settings.remote is not None)
                 self.prompts.reading.wait(known.prompt)
                 request_log.go_on(self.prompts.reading.match(known.prompt).ram)

@@ -31,13 +31,10 @@ class IdleJob:
 
     def __init__(self, sequences: list[WarmSequence], model_key: Any, name: str):
         self.sequences, self.model_key, self.name = sequences, model_key, name
-        self.total = sum(len(sequence.tokens) for sequence in sequences)
-        self.done = self.prompt = self.stored_before = 0
+        self.step = Step(0, sum(len(sequence.tokens) for sequence in sequences), 0, len(sequences))
+        self.stored_before = 0
         self.news: SimpleQueue[Json] = SimpleQueue()
         self.cancelled = False
-
-    def progress(self) -> Json:
-        return {"done": self.done, "total": self.total, "prompt": self.prompt, "prompts": len(self.sequences)}
 
 
 class IdleWarming:
@@ -59,7 +56,7 @@ class IdleWarming:
 
     def _news(self, job: IdleJob) -> Iterator[Json]:
         try:
-            yield job.progress()
+            yield job.step._asdict()
             while True:
                 try:
                     news = job.news.get(timeout=BEAT)
@@ -67,7 +64,7 @@ class IdleWarming:
                     if self._generator.stopped or not self._generator.thread.is_alive():
                         yield {"error": "the server ends; what was computed is stored: ask again when it is back"}
                         return
-                    news = job.progress()
+                    news = job.step._asdict()
                 yield news
                 if "unkept" in news or "error" in news:
                     return
@@ -100,8 +97,8 @@ class IdleWarming:
             return
 
         def progress(step: Step) -> None:
-            job.done, job.prompt = step.done, step.prompt
-            job.news.put(job.progress())
+            job.step = step
+            job.news.put(step._asdict())
             if job.cancelled or self._is_wanted():
                 raise Interrupted
 

@@ -56,7 +56,7 @@ class RequestBatches:
         self._begun: dict[int, Begun] = {}  # by uid, of those without a token of their answer
         self._generated: list[Any] = []  # in the present step
         self._is_whole = True  # False while a call changes the batch that generates, or what came of it
-        self._batches = Batches(self, *args, **options)
+        self._batches = Batches(self._watched, self._processed, *args, **options)
         self._blocks = None if prompts.exact_prefill else BlockKeeper(self._batches, prompts)
         self.extract_cache, self.close = self._batches.extract_cache, self._batches.close
 
@@ -93,7 +93,7 @@ class RequestBatches:
         finally:
             self._generated = []  # else the last answer's prompt cache would stay while nobody asks
 
-    def processed(self, prompt_responses: Any, generated: Any) -> Any:
+    def _processed(self, prompt_responses: Any, generated: Any) -> Any:
         for response in generated:
             self._begun.pop(response.uid, None)
             if response.finish_reason is not None:
@@ -110,7 +110,7 @@ class RequestBatches:
 
     # -- a step that failed -------------------------------------------------------------------------------------------
 
-    def watched(self, call: Callable[..., Any]) -> Callable[..., Any]:
+    def _watched(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def watched(*args: Any) -> Any:
             self._is_whole = False
             result = call(*args)
@@ -151,7 +151,7 @@ class RequestBatches:
         # mlx-lm's loop removes those that are to stop when it hears of their progress.
         heard = [self._batches.told_of(uid) for uid in ended]
         if was_whole:
-            return self.processed(heard, self._generated)
+            return self._processed(heard, self._generated)
         return heard, [
             response for response in self._generated if response.uid not in failed
         ]  # those have their last token

@@ -187,43 +187,25 @@ def is_given_up(context: Any) -> bool:
 LONG = ("messages", "prompt", "tools")  # fields that mlx-lm's reading of a body need not go through once more
 
 
-class ClientConnection(Protocol):
-    """What `Completion` asks of the HTTP handler whose request it answers."""
-
-    path: str
-    wfile: Any
-
-    def send_response(self, code: int, message: str | None = None) -> None: ...
-
-    def send_header(self, keyword: str, value: str) -> None: ...
-
-    def end_headers(self) -> None: ...
-
-    def send_cors_headers(self) -> None:
-        """Let pages read the answer whose origin may ask."""
-
-    def complete(self, completion: Completion, request: Any, answer: Callable[[], None]) -> None:
-        """Have a request answered by `answer`. `completion` has its fields."""
-
-
 class Completion(server.APIHandler):
-    """mlx-lm's reading of a request's fields, and its answer, on the connection of an HTTP handler of ours.
+    """mlx-lm's reading of a request's fields, and its answer, on the connection of `http`, a handler of ours. Its
+    `complete(completion, request, answer)` has a request answered by `answer()`; its `send_cors_headers` lets pages read it.
 
     Patch: mlx-lm's handler owns its connection, so it is made without one and given a body of its own. RequestRefused for
     what it refuses: its own errors have another form, and it says 404 whatever a request failed of. Issue: none filed. Goes
     when mlx-lm reads and answers a request apart from HTTP.
     """
 
-    def __init__(self, connection: ClientConnection, generator: Any, fields: dict[str, Any]):
-        self._connection = connection
+    def __init__(self, http: Any, generator: Any, fields: dict[str, Any]):
+        self._http = http
         debugging = logging.getLogger().isEnabledFor(logging.DEBUG)  # it quotes the body
         self._long = {} if debugging else {name: fields.pop(name) for name in LONG if name in fields}
         body = json.dumps(fields).encode()
         self.created, self.system_fingerprint = int(time.time()), FINGERPRINT
-        self.response_generator, self.path = generator, connection.path
+        self.response_generator, self.path = generator, http.path
         self.headers, self.rfile = {"Content-Length": str(len(body))}, io.BytesIO(body)
-        self.wfile, self.send_response = connection.wfile, connection.send_response
-        self.send_header, self.end_headers = connection.send_header, connection.end_headers
+        self.wfile, self.send_response = http.wfile, http.send_response
+        self.send_header, self.end_headers = http.send_header, http.end_headers
 
     def validate_model_parameters(self) -> None:
         """Give the long fields back, as all others were read."""
@@ -235,7 +217,7 @@ class Completion(server.APIHandler):
 
     def handle_completion(self, request: Any, stop_words: Any) -> None:
         answer = partial(super().handle_completion, request, stop_words)
-        self._connection.complete(self, request, answer)
+        self._http.complete(self, request, answer)
 
     def _set_completion_headers(self, status_code: int = 200) -> None:
         if (error := sys.exc_info()[1]) is not None:
@@ -243,7 +225,7 @@ class Completion(server.APIHandler):
         super()._set_completion_headers(status_code)
 
     def _set_cors_headers(self) -> None:
-        self._connection.send_cors_headers()
+        self._http.send_cors_headers()
 
 
 # -- the loop ---------------------------------------------------------------------------------------------------------
@@ -321,28 +303,22 @@ class Loop(server.ResponseGenerator):
         """Log nothing: mlx-lm would write a line and one for each type of prompt, and a request's own line follows."""
 
 
-class BatchSteps(Protocol):
-    """What `Batches` asks of its owner."""
-
-    def watched(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a call in the place of one that changes the batch that generates."""
-
-    def processed(self, prompt_responses: Any, generated: Any) -> Any:
-        """Return what a step gave, on its way to the loop."""
+AnyCall = Callable[..., Any]
 
 
 class Batches(BatchGenerator):
-    """mlx-lm's batches, which tell `steps` of their steps, with names for what is done with their inside.
+    """mlx-lm's batches, with names for what is done with their inside. `watched` gives a call in the place of one that
+    changes the batch that generates; `processed` gets what a step gave, and returns it.
 
     Private: the two batches, the queue before them and the count of uids. Issue: none filed. Goes when `BatchGenerator`
     survives a step that fails, and lets a sequence begin again.
     """
 
-    def __init__(self, steps: BatchSteps, *args: Any, **options: Any):
+    def __init__(self, watched: Callable[[AnyCall], AnyCall], processed: AnyCall, *args: Any, **options: Any):
         super().__init__(*args, **options)
-        self._steps = steps
-        self._generation_batch.next = steps.watched(self._generation_batch.next)
-        self._generation_batch.extend = steps.watched(self._generation_batch.extend)
+        self._processed = watched(processed)
+        self._generation_batch.next = watched(self._generation_batch.next)
+        self._generation_batch.extend = watched(self._generation_batch.extend)
 
     @property
     def prefilling(self) -> Any:
@@ -378,7 +354,7 @@ class Batches(BatchGenerator):
         self._uid_count = last
 
     def _next(self) -> Any:
-        return self._steps.watched(self._steps.processed)(*super()._next())
+        return self._processed(*super()._next())
 
 
 def row_count(batched: Any) -> int:

@@ -112,9 +112,7 @@ def install(cache: PrefixCache | Settings, *, salt: bytes = b"", longest_wait: f
         model: Any, config: Any = None, form_of: Callable[[Any], CacheForm | None] = _form_of
     ) -> TieredPrefixCache:
         name, form = identity_of(model), form_of(model)
-        return TieredPrefixCache(
-            model, config, cache=kept, model_name=name, salt=salt, longest_wait=longest_wait, like=form
-        )
+        return TieredPrefixCache(kept, name, config, salt=salt, longest_wait=longest_wait, like=form)
 
     _replace(scheduler, "MemoryAwarePrefixCache", build)
     _replace(scheduler.Scheduler, "__init__", _bounding(scheduler.Scheduler.__init__))

@@ -10,7 +10,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 from prefixcache.blocks.budget import Reservation
 from prefixcache.cache import PrefixCache
@@ -36,6 +36,14 @@ class _Here(threading.local):
     whole: bytes | None = None  # the prompt whose auxiliary data was handed out last
 
 
+class PromptHit(NamedTuple):
+    """What a lookup gives: its kind (see `TieredPrefixCache._last_match_type`), and a prompt cache of so many tokens."""
+
+    kind: str
+    prompt_cache: list[Any] | None = None
+    depth: int = 0
+
+
 class TieredPrefixCache:
     """A model's prompts in a PrefixCache, by the interface of vllm-mlx 0.6's `MemoryAwarePrefixCache`.
 
@@ -48,18 +56,17 @@ class TieredPrefixCache:
 
     def __init__(
         self,
-        model: Any,
-        config: Any = None,
-        *,
         cache: PrefixCache,
         model_name: str,
+        config: Any = None,
+        *,
         salt: bytes = b"",
         longest_wait: float = LONGEST_WAIT,
         like: CacheForm | None = None,
     ):
-        """`model` and `config`: as vllm-mlx gives them. `cache`: the caller's, who closes it. `model_name`: the identity of
-        the weights. `salt` separates these prompts from others of the same weights. `longest_wait`: seconds that a lookup
-        waits for the SSD at most; it waits as long as reading is quicker than computing. `like`: see `PrefixCache.prompt`.
+        """`cache`: the caller's, who closes it. `model_name`: the identity of the weights. `config`: as vllm-mlx gives it.
+        `salt` separates these prompts from others of the same weights. `longest_wait`: seconds that a lookup waits for the
+        SSD at most; it waits as long as reading is quicker than computing. `like`: see `PrefixCache.prompt`.
         """
         self.cache = cache
         self.like = like
@@ -87,24 +94,24 @@ class TieredPrefixCache:
         """
         here = self._here
         whole, here.whole, here.key = here.whole, None, None
-        here.kind, found, depth = "miss", None, 0
+        hit = PromptHit("miss")
         with self._quietly("a lookup"):
-            here.kind, found, depth = self._find(tokens, whole)
+            hit = self._find(tokens, whole)
+        here.kind = hit.kind
         with self._lock:
-            self._hits += found is not None
-            self._misses += found is None
-            self._saved += depth
-        if found is None:
+            self._hits += hit.prompt_cache is not None
+            self._misses += hit.prompt_cache is None
+            self._saved += hit.depth
+        if hit.prompt_cache is None:
             return None, tokens
-        here.key = tuple(tokens[:depth])
-        return found, tokens[depth:]
+        here.key = tuple(tokens[: hit.depth])
+        return hit.prompt_cache, tokens[hit.depth :]
 
-    def _find(self, tokens: Sequence[int], whole: bytes | None) -> tuple[str, list[Any] | None, int]:
-        """Return the kind of match, the prompt cache, and how many tokens it has seen."""
+    def _find(self, tokens: Sequence[int], whole: bytes | None) -> PromptHit:
         if not len(tokens):
-            return "miss", None, 0
+            return PromptHit("miss")
         if len(tokens) < self._least:
-            return "miss_short_prefix", None, 0
+            return PromptHit("miss_short_prefix")
         prompt = self._prompt(tokens)
         leave = 0 if whole == prompt.token_bytes else 1
         least = min(self._least, len(prompt) - 1) if leave else len(prompt)
@@ -112,13 +119,13 @@ class TieredPrefixCache:
         depth = self.cache.match(prompt, leave=leave).ram
         if depth < least:
             self.reading.began(prompt, len(prompt))
-            return "miss_short_lcp" if leave and depth else "miss", None, 0
-        found, rest = self.cache.fetch(prompt, leave=leave)
+            return PromptHit("miss_short_lcp" if leave and depth else "miss")
+        prompt_cache, rest = self.cache.fetch(prompt, leave=leave)
         depth = len(prompt) - len(rest)
         self.reading.began(prompt, len(rest))
-        if found is None or depth < least:  # it left RAM in between
-            return "miss", None, 0
-        return "exact" if depth == len(prompt) else "prefix", found, depth
+        if prompt_cache is None or depth < least:  # it left RAM in between
+            return PromptHit("miss")
+        return PromptHit("exact" if depth == len(prompt) else "prefix", prompt_cache, depth)
 
     def _prompt(self, tokens: Sequence[int]) -> Prompt:
         return self.cache.prompt(as_tokens(tokens), model=self.model_name, salt=self._salt, like=self.like, label=LABEL)
@@ -209,8 +216,8 @@ class TieredPrefixCache:
             return False
 
     def _whole(self, prompt: Prompt) -> list[Any] | None:
-        found, rest = self.cache.fetch(prompt, leave=0)
-        return found if not len(rest) else None
+        prompt_cache, rest = self.cache.fetch(prompt, leave=0)
+        return prompt_cache if not len(rest) else None
 
     # -- letting go ---------------------------------------------------------------------------------------------------
 
