@@ -101,8 +101,8 @@ def model_identity(path: str | Path, adapter: str | Path | None = None) -> str:
     which and what to do. What the system refuses to read is an OSError.
     """
     folder = folder_of(path)
-    config, text = _json(folder / "config.json")
-    identity = f"{_name(folder)}@{_model(folder, config, text).hex()}"
+    config = _json(folder / "config.json")
+    identity = f"{_name(folder)}@{_model(folder, config).hex()}"
     if adapter is not None:
         identity += f"+{_adapter(_adapter_folder(adapter)).hex()}"
     return identity + _program(folder, config)
@@ -179,19 +179,19 @@ def _name(folder: Path) -> str:
 # -- what is hashed -----------------------------------------------------------------------------------------------------
 
 
-def _model(folder: Path, config: dict[str, Any], text: bytes) -> bytes:
+def _model(folder: Path, config: dict[str, Any]) -> bytes:
     separate = folder / "hf_quant_config.json"  # where ModelOpt says how the weights are quantised
-    quantised = _json(separate)[1] if separate.exists() else b""
+    quantised = _text(_json(separate)) if separate.exists() else b""
     indexes = [_index(path) for path in sorted(folder.glob(_INDEX))]
     files = sorted(folder.glob(_WEIGHTS))
     if not files:
         raise FileNotFoundError(f"{folder} holds no {_WEIGHTS}, which mlx-lm loads; convert the model, or {_AGAIN}")
     code = _code(folder, config)
-    return _hash("model", text, quantised, code, _hash("indexes", *indexes), _weights(files))
+    return _hash("model", _text(config), quantised, code, _hash("indexes", *indexes), _weights(files))
 
 
 def _adapter(folder: Path) -> bytes:
-    _, text = _json(folder / "adapter_config.json")
+    text = _text(_json(folder / "adapter_config.json"))
     return _hash("adapter", text, _weights([folder / "adapters.safetensors"]))
 
 
@@ -206,7 +206,7 @@ def _code(folder: Path, config: dict[str, Any]) -> bytes:
 
 
 def _index(path: Path) -> bytes:
-    return _hash("index", _text(path.name), _text(_json(path)[0].get("weight_map")))
+    return _hash("index", _text(path.name), _text(_json(path).get("weight_map")))
 
 
 def _weights(paths: list[Path]) -> bytes:
@@ -404,17 +404,17 @@ def _content(path: Path) -> bytes:
         return _read(path, file, 0, size)
 
 
-def _json(path: Path) -> tuple[dict[str, Any], bytes]:
-    """Return a JSON object without what isn't state, and its canonical text."""
+def _json(path: Path) -> dict[str, Any]:
+    """Return a JSON object without what isn't state. ValueError where it is none, or has no canonical text."""
     data = _content(path)
     try:
         value = json.loads(data, object_hook=_state)
-        text = _text(value)
+        _text(value)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is no JSON ({error}); {_AGAIN}") from None
     if not isinstance(value, dict):
         raise ValueError(f"{path} holds a JSON {type(value).__name__}, not an object; {_AGAIN}")
-    return value, text
+    return value
 
 
 def _state(fields: dict[str, Any]) -> dict[str, Any]:
@@ -422,7 +422,7 @@ def _state(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _text(value: Any) -> bytes:
-    """JSON with sorted keys and no spaces; NaN and Infinity, which configs hold, as Python writes them."""
+    """Return JSON with sorted keys and no spaces; NaN and Infinity, which configs hold, as Python writes them."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
 
 

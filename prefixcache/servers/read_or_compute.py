@@ -98,6 +98,15 @@ class AwaitedPromotions(NamedTuple):
             promotion.result(max(until - time.monotonic(), 0.0))
 
 
+class Costs(NamedTuple):
+    """Seconds that it takes to read what the SSD has, or to compute it, and to compute what is beyond that."""
+
+    reading: float = 0.0
+    computing: float = 0.0
+    computing_beyond: float = 0.0
+    asks_remote: bool = False
+
+
 class ReadOrCompute:
     """Promotes what the SSD and the remote tier have for a prompt. Thread-safe.
 
@@ -128,34 +137,36 @@ class ReadOrCompute:
         """
         ranks = self.cache.ranks
         more, beyond = match.ssd - match.ram, len(prompt) - leave - match.ssd
-        remote, local, reading = None, None, 0.0
+        remote, local, costs = None, None, Costs()
         try:
             remote = self.cache.promote_remote(prompt, leave=leave, prefill_rate=self.rates.prefill_rate())
             if more > 0:
                 if ranks is not None:  # deeper than all ranks can go is of no use
                     leave = len(prompt) - match.ssd
-                local, reading = self._read(prompt, leave)
+                nbytes = self.cache.unread(prompt, leave=leave)
+                local, costs = self._read(prompt, leave, nbytes), Costs(self.rates.reading(nbytes))
         except Exception as error:
             if ranks is None:
                 raise
             log.warning("a promotion failed, so this rank has what RAM has: %s", error)
-        worth, worth_remote, asks = self.rates.computing(more), self.rates.computing(beyond), remote is not None
+        costs = Costs(costs.reading, self.rates.computing(more), self.rates.computing(beyond), remote is not None)
         if ranks is not None and (more > 0 or self.cache.settings.remote is not None):
-            reading, worth, worth_remote, asks = _agreed(ranks, reading, worth, worth_remote, asks)
-        worth = min(worth, self.longest)
-        if more > 0 and reading >= worth:
+            costs = _agreed(ranks, costs)
+        worth = min(costs.computing, self.longest)
+        if more > 0 and costs.reading >= worth:
             self.passed += 1
-        waits = more > 0 and reading < worth
+        waits = more > 0 and costs.reading < worth
         if waits:
             self.waited += 1
         promotions = tuple(coming for coming in (remote, local if waits else None) if coming is not None)
-        if asks:
-            return AwaitedPromotions(promotions, min(max(worth_remote, worth if waits else 0.0), self.longest), True)
+        if costs.asks_remote:
+            longest = max(costs.computing_beyond, worth if waits else 0.0)
+            return AwaitedPromotions(promotions, min(longest, self.longest), True)
         return AwaitedPromotions(promotions, worth) if waits else None
 
-    def _read(self, prompt: Prompt, leave: int) -> tuple[Future[int], float]:
-        """Start to promote what the SSD has, and say how many seconds that takes."""
-        nbytes, started = self.cache.unread(prompt, leave=leave), time.monotonic()
+    def _read(self, prompt: Prompt, leave: int, nbytes: int) -> Future[int]:
+        """Start to promote the bytes that the SSD has, and learn from it how long that takes."""
+        started = time.monotonic()
         future = self.cache.promote_local(prompt, leave=leave)
 
         def learn(done: Future[int]) -> None:
@@ -166,7 +177,7 @@ class ReadOrCompute:
 
         if not future.done():  # else another had begun to read it
             future.add_done_callback(learn)
-        return future, self.rates.reading(nbytes)
+        return future
 
     def wait(self, prompt: Prompt, leave: int = 1) -> None:
         """`begin`, and wait for it as long as that pays. What comes later comes for the next request."""
@@ -187,8 +198,8 @@ class ReadOrCompute:
                 self._requests.popitem(last=False)
 
     def ended(self, stored: Prompt) -> None:
-        """Learn from how long the request has taken whose state is being stored. They are its prompt
-        without the last token, when its prefill has ended, or its prompt and the answer.
+        """Learn from how long the request has taken whose state is being stored: its prompt without the last token, when its
+        prefill has ended, or its prompt and the answer.
         """
         now = time.monotonic()
         with self._lock:
@@ -199,16 +210,14 @@ class ReadOrCompute:
                     return
 
 
-def _agreed(
-    ranks: Ranks, reading: float, worth: float, worth_remote: float, asks: bool
-) -> tuple[float, float, float, bool]:
-    """Return the longest reading of all ranks, what waiting is worth to rank 0, and whether any rank asks the remote tier."""
-    here = [reading, worth * ranks.is_first, worth_remote * ranks.is_first]
-    *milliseconds, asked = ranks.most(*(min(int(1000 * seconds), MAX) for seconds in here), int(asks))
-    reading, worth, worth_remote = (value / 1000 for value in milliseconds)
-    return reading, worth, worth_remote, bool(asked)
+def _agreed(ranks: Ranks, costs: Costs) -> Costs:
+    """Return the longest reading of all ranks, what rank 0 would compute, and whether any rank asks the remote tier."""
+    here = [costs.reading, costs.computing * ranks.is_first, costs.computing_beyond * ranks.is_first]
+    *milliseconds, asked = ranks.most(*(min(int(1000 * seconds), MAX) for seconds in here), int(costs.asks_remote))
+    reading, computing, beyond = (value / 1000 for value in milliseconds)
+    return Costs(reading, computing, beyond, bool(asked))
 
 
 def _prompt_key(tokens: Prompt, length: int) -> tuple[int, int]:
-    """For the first `length` of these tokens: how many, and the hash of all but the last."""
+    """Return of the first `length` of these tokens how many they are, and the hash of all but the last."""
     return length, xxhash.xxh3_64_intdigest(memoryview(tokens.token_bytes)[: max(length - 1, 0) * TOKEN_BYTES])

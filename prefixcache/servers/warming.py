@@ -114,7 +114,10 @@ class _Warmer:
         prompt = self._cache.prompt(
             tokens, model=self._model, salt=sequence.salt, like=self._form, label=LABEL, whole_blocks=True
         )
-        prompt_cache, depth = self._begin(prompt)
+        prompt_cache, rest = self._cache.fetch(prompt, leave=0, promote=True)
+        if prompt_cache is None:
+            prompt_cache = [layer for net in self._nets for layer in make_prompt_cache(net)]
+        depth = len(prompt) - len(rest)
         self._tell(number, before + depth)
         at_points = _needs_boundaries(prompt_cache)
         if self._cache.ranks is not None:  # the stages of a pipeline have different layers
@@ -141,13 +144,6 @@ class _Warmer:
         prompt_caches = [make_prompt_cache(net) for net in self._nets]
         self._form = CacheForm.of_kept([layer for layers in prompt_caches for layer in layers])
         self._layers = [len(layers) for layers in prompt_caches]
-
-    def _begin(self, prompt: Prompt) -> tuple[list[Any], int]:
-        """Return the deepest prompt cache that RAM or SSD has for a prompt, an empty one otherwise; and its tokens."""
-        prompt_cache, rest = self._cache.fetch(prompt, leave=0, promote=True)
-        if prompt_cache is None:
-            prompt_cache = [layer for net in self._nets for layer in make_prompt_cache(net)]
-        return prompt_cache, len(prompt) - len(rest)
 
     def _compute(self, tokens: list[int], prompt_cache: list[Any]) -> None:
         """One chunk. Its logits are of no use, and as nothing asks for them they are never computed."""

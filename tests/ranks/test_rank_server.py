@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -89,11 +90,20 @@ def test_a_model_is_loaded_where_collectives_run_on_the_groups_stream_only(model
         assert turns(server)[-1].cached > 500
 
 
-def test_requests_that_come_at_once_wait_and_go_in_step(models, tmp_path):
-    with rank_serving(tmp_path / "log", 2, "--model", models / "llama", "--ssd-dir", tmp_path / "ssd") as server:
-        alone = [turns(server, f"who {i}", cache_salt=f"cold {i}") for i in range(4)]
-        together = at_once([lambda i=i: turns(server, f"who {i}") for i in range(4)])
-        assert [[one.text for one in answers] for answers in together] == [[one.text for one in a] for a in alone]
+@pytest.fixture(scope="module")
+def served(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankServer]:
+    """Two ranks, which tests share that leave them as they were."""
+    folder = tmp_path_factory.mktemp("served")
+    with rank_serving(folder / "log", 2, "--model", models / "llama", "--ssd-dir", folder / "ssd") as server:
+        yield server
+
+
+def test_requests_that_come_at_once_wait_and_go_in_step(served):
+    alone = [turns(served, f"who {i}", cache_salt=f"cold {i}") for i in range(4)]
+    together = at_once([lambda i=i: turns(served, f"who {i}") for i in range(4)])
+    assert [[answer.text for answer in each] for each in together] == [
+        [answer.text for answer in each] for each in alone
+    ]
 
 
 @pytest.mark.parametrize("killed", [0, 1])
@@ -192,10 +202,9 @@ def test_a_rank_that_is_told_to_end_ends_all_in_order(models, tmp_path):
         assert server.troubles() == []
 
 
-def test_what_would_set_the_ranks_caches_apart_is_refused(models, tmp_path):
-    with rank_serving(tmp_path / "log", 2, "--model", models / "llama") as server:
-        refused = requests.delete(f"{server.url}/prefixcache/images", timeout=60)
-        assert (refused.status_code, "this model spans processes" in refused.text) == (409, True)
+def test_what_would_set_the_ranks_caches_apart_is_refused(served):
+    refused = requests.delete(f"{served.url}/prefixcache/images", timeout=60)
+    assert (refused.status_code, "this model spans processes" in refused.text) == (409, True)
 
 
 def test_a_hang_ends_all_ranks_and_names_the_one_that_is_behind(models, tmp_path):
@@ -210,55 +219,61 @@ def test_a_hang_ends_all_ranks_and_names_the_one_that_is_behind(models, tmp_path
         assert server.ranks[1].wait(15) == 2
 
 
-@pytest.mark.parametrize("exact", [(), ("--exact-prefill",)], ids=["", "exact prefill"])
-def test_a_client_that_goes_away_leaves_the_ranks_in_step(models, tmp_path, exact):
-    """A request with a seed is served by itself."""
-    with rank_serving(tmp_path / "log", 2, "--model", models / "llama", *exact) as server:
-        for seed in (None, 7):
-            host = server.url.removeprefix("http://")
-            connection = http.client.HTTPConnection(host, timeout=30)
-            body = {"messages": [{"role": "user", "content": "go"}], "max_tokens": 2000, "stream": True, "seed": seed}
-            connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
-            response = connection.getresponse()
-            response.read(200)
-            connection.close()
-            del response
-            assert ask(server, [{"role": "user", "content": text(30)}], seed=seed).generated > 0
+def go_away(server: RankServer) -> None:
+    """End the connection in the middle of an answer. A request with a seed is served by itself."""
+    for seed in (None, 7):
+        host = server.url.removeprefix("http://")
+        connection = http.client.HTTPConnection(host, timeout=30)
+        body = {"messages": [{"role": "user", "content": "go"}], "max_tokens": 2000, "stream": True, "seed": seed}
+        connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        response.read(200)
+        connection.close()
+        del response
+        assert ask(server, [{"role": "user", "content": text(30)}], seed=seed).generated > 0
 
 
-def test_errors_of_a_request_are_answered_on_all_ranks(models, tmp_path):
-    with rank_serving(tmp_path / "log", 2, "--model", models / "llama") as server:
-        deep: Any = []
-        for _ in range(930):
-            deep = [deep]
-        no_tokenizer = shutil.copytree(models / "llama", tmp_path / "no-tokenizer")
-        for file in no_tokenizer.glob("tokenizer*"):
-            file.unlink()
-        for body in (
-            {"draft_model": []},
-            {"tools": deep},
-            {"model": str(no_tokenizer)},
-            {"chat_template_kwargs": {"return_tensors": "np"}},
-            {"chat_template_kwargs": {"chat_template": ""}},
-        ):
-            asked = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2, **body}
-            assert requests.post(f"{server.url}/v1/chat/completions", json=asked, timeout=60).status_code < 500, body
-        asked = {"prompt": ["a", "b"], "max_tokens": 2}
-        assert requests.post(f"{server.url}/v1/completions", json=asked, timeout=60).status_code < 500
-        for wrong in (
-            {"model": str(tmp_path / "none")},
-            {"top_k": 5000},
-            {"model": str(models / "llama"), "adapters": str(tmp_path)},
-        ):
-            with pytest.raises(openai.APIStatusError):
-                server.client.chat.completions.create(
-                    model=wrong.pop("model", "default_model"),
-                    messages=[{"role": "user", "content": "x"}],
-                    extra_body=wrong,
-                )
-        assert ask(server, [{"role": "user", "content": text(30)}]).generated > 0
-        for rank in range(2):
-            server.logs[rank].write_bytes(b"")  # mlx-lm logs what it answers with errors
+def test_a_client_that_goes_away_leaves_the_ranks_in_step(served):
+    go_away(served)
+
+
+def test_a_client_that_goes_away_leaves_ranks_in_step_that_keep_exact_rows(models, tmp_path):
+    with rank_serving(tmp_path / "log", 2, "--model", models / "llama", "--exact-prefill") as server:
+        go_away(server)
+
+
+def test_errors_of_a_request_are_answered_on_all_ranks(served, models, tmp_path):
+    deep: Any = []
+    for _ in range(930):
+        deep = [deep]
+    no_tokenizer = shutil.copytree(models / "llama", tmp_path / "no-tokenizer")
+    for file in no_tokenizer.glob("tokenizer*"):
+        file.unlink()
+    for body in (
+        {"draft_model": []},
+        {"tools": deep},
+        {"model": str(no_tokenizer)},
+        {"chat_template_kwargs": {"return_tensors": "np"}},
+        {"chat_template_kwargs": {"chat_template": ""}},
+    ):
+        asked = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2, **body}
+        assert requests.post(f"{served.url}/v1/chat/completions", json=asked, timeout=60).status_code < 500, body
+    asked = {"prompt": ["a", "b"], "max_tokens": 2}
+    assert requests.post(f"{served.url}/v1/completions", json=asked, timeout=60).status_code < 500
+    for wrong in (
+        {"model": str(tmp_path / "none")},
+        {"top_k": 5000},
+        {"model": str(models / "llama"), "adapters": str(tmp_path)},
+    ):
+        with pytest.raises(openai.APIStatusError):
+            served.client.chat.completions.create(
+                model=wrong.pop("model", "default_model"),
+                messages=[{"role": "user", "content": "x"}],
+                extra_body=wrong,
+            )
+    assert ask(served, [{"role": "user", "content": text(30)}]).generated > 0
+    for rank in range(2):
+        served.logs[rank].write_bytes(b"")  # mlx-lm logs what it answers with errors
 
 
 @pytest.mark.parametrize(
@@ -349,7 +364,6 @@ def test_ranks_with_different_settings_are_refused(models, tmp_path, monkeypatch
             process.kill()
 
 
-def test_metrics_are_at_rank_0(models, tmp_path):
-    with rank_serving(tmp_path / "log", 2, "--model", models / "llama") as server:
-        turns(server)
-        wait_for(lambda: "prefixcache_" in server.metrics_text(), "metrics")
+def test_metrics_are_at_rank_0(served):
+    turns(served)
+    wait_for(lambda: "prefixcache_" in served.metrics_text(), "metrics")

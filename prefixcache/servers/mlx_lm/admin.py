@@ -173,23 +173,23 @@ class Admin:
         prompts = body.get("prompts")
         if not isinstance(prompts, list) or not prompts or not all(isinstance(prompt, dict) for prompt in prompts):
             raise RequestRefused('prompts is no list of objects: give {"prompts": [{"messages": [...]}, ...]}')
-        key, name = self._model()
+        key = self._model_key()
         sequences = [self._sequence(prompt, f"prompts[{number}]") for number, prompt in enumerate(prompts)]
-        return self._warming.begin(sequences, key, name)
+        return self._warming.begin(sequences, key, self._generator.prompts.name_of(key))
 
     # -- what is named ----------------------------------------------------------------------------------------------------
 
-    def _model(self) -> tuple[Any, str]:
-        """Return the key of the model that is loaded, and its name in the cache."""
+    def _model_key(self) -> Any:
+        """Return the key of the model that is loaded. RequestRefused where there is none."""
         key = self._generator.model_provider.model_key
         if key is None:
             raise RequestRefused(
                 "no model is loaded, and a prompt's tokens are a model's: ask the server a question first", 409
             )
-        return key, self._generator.prompts.name_of(key)
+        return key
 
     def _prompt(self, body: Json) -> Prompt:
-        _, name = self._model()
+        name = self._generator.prompts.name_of(self._model_key())
         sequence = self._sequence(body, "the body")
         return self._cache.prompt(sequence.tokens, model=name, salt=sequence.salt)
 
