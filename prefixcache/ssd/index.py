@@ -28,7 +28,6 @@ from prefixcache.ssd.tables import (
     COLUMNS,
     NUMBER,
     check_format,
-    check_rows,
     check_tables,
     pack,
     read_addresses,
@@ -36,8 +35,6 @@ from prefixcache.ssd.tables import (
     read_namespaces,
     upgrade,
 )
-
-__all__ = ["Index", "check_rows", "connect", "read_namespaces", "reading", "suffixes"]
 
 PAGE = 4096
 # Pages that one row may dirty at worst: the image's, its tokens', the key index's, and their siblings when pages merge.

@@ -22,11 +22,11 @@ from prefixcache.image_format import SNAPSHOT
 from prefixcache.memory import collector_at_rest
 from prefixcache.ssd.directory import Directory, disk_at
 from prefixcache.ssd.entries import Entry, NamespaceRow, Progress
-from prefixcache.ssd.index import check_rows, read_namespaces, reading, suffixes
+from prefixcache.ssd.index import reading, suffixes
 from prefixcache.ssd.lock import holder, refuse_newer
 from prefixcache.ssd.open_directory import OpenDirectory
 from prefixcache.ssd.quarantine import Item, quarantined
-from prefixcache.ssd.tables import read_places
+from prefixcache.ssd.tables import check_rows, read_namespaces, read_places
 from prefixcache.store_fetch_remove.selection import NoSuchNamespace, Selection, selected_namespaces
 from prefixcache.tiers.loading import parent_of, place_entry
 

@@ -20,6 +20,13 @@ from prefixcache.tiers.tier import PendingRead, Tier
 
 log = logging.getLogger("prefixcache")
 
+HOLDS_MORE = (
+    "%s: the limit is %s, and it holds %s: images that are pinned or being written are deleted when they are not"
+)
+TOO_SMALL = (
+    "%s=%s is less than the %s that the directory takes without an image: nothing will be kept there; give it more"
+)
+
 
 class LowerTier:
     """Keeps a tier and the graph consistent: a slot is in tier `number` exactly when the tier has its image durably.
@@ -113,28 +120,12 @@ class LowerTier:
         with self._state.lock:
             fits, left = self._make_room(0), self._state.graph.images[self.number]
         if tier.used < before:
-            log.warning(
-                "%s: the limit is %s, and it held %s: the least recent images were deleted",
-                tier.name,
-                size(tier.limit),
-                size(before),
-            )
-        if not fits and left:
-            log.warning(
-                "%s: the limit is %s, and it holds %s: images that are pinned or being written are deleted "
-                "when they are not",
-                tier.name,
-                size(tier.limit),
-                size(tier.used),
-            )
-        elif not fits:
-            log.warning(
-                "%s=%s is less than the %s that the directory takes without an image: nothing will be "
-                "kept there; give it more",
-                tier.name,
-                size(tier.limit),
-                size(tier.used),
-            )
+            self._warn("%s: the limit is %s, and it held %s: the least recent images were deleted", before)
+        if not fits:
+            self._warn(HOLDS_MORE if left else TOO_SMALL, tier.used)
+
+    def _warn(self, text: str, nbytes: int) -> None:
+        log.warning(text, self.tier.name, size(self.tier.limit), size(nbytes))
 
     def _make_room(self, nbytes: int, slot: Slot | None = None, spilled: Slot | None = None) -> bool:
         """Delete the least recent images for `nbytes`. For a `slot` to be written, which `spilled` depends on or is: only
