@@ -125,7 +125,7 @@ def test_one_whose_layers_cannot_be_made_is_replaced_too(made, monkeypatch):
         patch.setattr("prefixcache.layers.image_layout.Plan.check_classes", lambda plan: 1 / 0)
         with opened(forged) as cache:
             assert cache.match(PROMPT, model="m", salt=b"secret").ssd == 0
-            assert not cache._storage.namespaces
+            assert cache.stats().namespaces == 0
             patch.undo()
             assert cache.store(OTHER, states.sliceable(OTHER), model="m", salt=b"secret").tokens == len(OTHER)
             assert cache.flush(30)

@@ -105,9 +105,9 @@ def settled(cache: PrefixCache, root: str) -> None:
         cache._ssd.check_integrity()
     except AssertionError as error:
         raise Debris(f"check_integrity: {error}") from error
-    held = cache._ssd._opened.ledger.held()
-    if held.real != du(root):
-        raise Debris(f"{held} says {held.real} bytes, du {du(root)}")
+    stats = cache._ssd.stats()
+    if stats.disk != du(root):
+        raise Debris(f"{stats} says {stats.disk} bytes, du {du(root)}")
     if left := os.listdir(os.path.join(root, "tmp")):
         raise Debris(f"in tmp/: {left}")
 

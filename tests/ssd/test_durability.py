@@ -189,7 +189,7 @@ def check_after(root: Path, words: dict[str, list[int]]) -> None:
     ssd = Opened(root, limit=3 << 20)
     try:
         ssd.check_integrity()
-        assert ssd._opened.ledger.held().real == du(root)
+        assert ssd.stats().disk == du(root)
         assert list((root / "tmp").iterdir()) == []
         there = {entry.address: entry for entry in ssd.entries()}
         for number in set(words.get("have", [])) - set(words.get("leaving", [])):

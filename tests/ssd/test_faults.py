@@ -143,7 +143,7 @@ def test_a_file_that_can_t_be_deleted_stays_in_the_account_until_it_can(ssd, roo
     with failing(monkeypatch, "unlink", errno.EIO):
         ssd.delete(stored[:1])
         ssd.flush(5)
-        assert ssd._opened.ledger.held().real >= sum(entry.disk for entry in stored)
+        assert ssd.stats().disk >= sum(entry.disk for entry in stored)
     ssd.touch([("rows", stored[1].key, 3, 1)])
     ssd.delete([make(50)[0]])
     until(lambda: ssd.flush(5))

@@ -24,7 +24,7 @@ def test_a_log_that_can_t_be_cut_grows_within_its_allowance_and_is_cut_afterward
             if not (ssd.write(entry, SPACE, image) and ssd.flush(5)):
                 break
             stored += 1
-            assert ssd._opened.ledger.held().real == du(root)
+            assert ssd.stats().disk == du(root)
             assert sum(path.stat().st_blocks * 512 for path in root.glob("index.db-*")) <= allowance
         assert "fuser" in ssd.stats().last_error
         assert 10 < stored < 200

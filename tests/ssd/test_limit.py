@@ -55,7 +55,7 @@ def test_the_disk_never_holds_more_than_the_limit(open_tier, root, monkeypatch, 
     free = 0 if os.lstat(root).st_blocks else 4096 * sum(1 for _ in os.walk(root))  # folders cost nothing in memory
     assert max(peaks) + free > limit * 0.7  # and the room is used
     ssd.check_integrity()
-    assert ssd._opened.ledger.held().real == du(root) <= ssd.used <= limit
+    assert ssd.stats().disk == du(root) <= ssd.used <= limit
 
 
 def test_used_is_what_is_there_and_queued_and_the_reserve_is_kept_beside_it(open_tier, root):
