@@ -51,7 +51,7 @@ class Checkpoint:
         return self._path is not None and time.monotonic() >= self._due
 
     def save(self, arrays: Mapping[str, Array]) -> None:
-        """In place of what was there; durable when it returns. OSError where the disk refuses."""
+        """Save in place of what was there; durable when it returns. OSError where the disk refuses."""
         if self._path is None:
             return
         started = time.monotonic()

@@ -89,7 +89,7 @@ class _GroupDraft(NamedTuple):
         return self._replace(factors=[part * factor for part in self.factors], spreads=self.spreads * factor)
 
     def in_metric(self, rows: Array) -> Array:
-        """Rows float32 (rows, channels) in the metric."""
+        """Return float32 rows (rows, channels) in the metric."""
         turned, at = np.empty_like(rows), 0
         for factor in self.factors:
             heads, width, _ = factor.shape
@@ -137,7 +137,7 @@ def _draft(group: GroupStatistics, statistics: Statistics) -> _GroupDraft:
 
 
 def _metric(layers: Sequence[Layer], statistics: Statistics) -> Iterator[Array]:
-    """By stream, (heads, width, width), positive definite."""
+    """Return the metric by stream, (heads, width, width), positive definite."""
     for layer in layers:
         for part in ("keys", "values"):
             blocks = statistics.blocks[layer.index, part]
@@ -160,7 +160,7 @@ def _first_step(drafts: Sequence[_GroupDraft]) -> float:
 
 
 def _error(values: Array, step: float) -> float:
-    """Of a token, in the metric."""
+    """Return the error of a token, in the metric."""
     magnitudes = np.abs(values) / np.float32(step)
     return float(np.square((magnitudes - np.floor(magnitudes + DEAD_ZONE)) * step).sum(axis=1).mean())
 
@@ -182,7 +182,7 @@ def _reference_error(draft: _GroupDraft) -> float:
 
 
 def _turboquant(rows: Array, centred: bool) -> Array:
-    """Float32 rows (tokens, heads, width), coded and decoded."""
+    """Return float32 rows (tokens, heads, width), coded and decoded."""
     codec = TurboQuantRows(rows.shape[2], "float32", REFERENCE_BITS, 0, True, centred)
     levels = measure_levels(rows, centred)
     codes = np.empty((*rows.shape[:2], *codec.planes[0].shape), np.uint32)

@@ -61,7 +61,8 @@ class Gradients:
         self._scales: Sequence[float] = LOSS_SCALES if halves else LOSS_SCALES[-1:]
 
     def draw(self, seed: int) -> list[tuple[Array, Array]]:
-        """Of each layer, the gradients by its stored keys, as RoPE turned them, and values: float32 (heads, prefix, width).
+        """Return of each layer the gradients by its stored keys, as RoPE turned them, and values: float32 (heads, prefix,
+        width).
 
         Of the sum, over the continuation, of log p of one token drawn from what the model says there. The same `seed` draws
         the same tokens. NoGradient where there is none.
@@ -113,7 +114,9 @@ class Gradients:
 
 @contextmanager
 def _training(model: nn.Module) -> Iterator[None]:
-    """As mlx-lm trains: recurrent layers then do without kernels of theirs that have no gradient."""
+    """Put the model into training, as mlx-lm does: recurrent layers then do without kernels of theirs that have no
+    gradient.
+    """
     before = model.training
     model.train()
     try:

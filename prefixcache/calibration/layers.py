@@ -142,7 +142,7 @@ def _measured(index: int, given: list[Given], rotations: _Rotations) -> Layer | 
 
 
 def _as_rows(array: mx.array) -> Array:
-    """(sequences, heads, 1, width) -> float32 (1, sequences * heads, width): rows of one token."""
+    """Return rows of one token: (sequences, heads, 1, width) -> float32 (1, sequences * heads, width)."""
     return as_float32(copy_out(array), name_of(array.dtype)).reshape(1, -1, array.shape[3])
 
 
@@ -202,7 +202,9 @@ def measure(module: nn.Module, width: int) -> Rope | None:
 
 
 def _turned_units(module: nn.Module, width: int, position: int) -> Array:
-    """Row i is what the unit vector i becomes at `position`: float32 (width, width). The CPU's cosines are exact."""
+    """Return rows: row i is what the unit vector i becomes at `position`: float32 (width, width). The CPU's cosines are
+    exact.
+    """
     with mx.stream(mx.cpu):
         turned = module(mx.eye(width)[None, :, None], offset=position)
         return np.array(turned.astype(mx.float32)).reshape(width, width)

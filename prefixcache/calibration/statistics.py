@@ -161,7 +161,7 @@ def _described(rotation: Rope) -> tuple[object, ...]:
 
 
 def _evenly(windows: int, chosen: int) -> list[int]:
-    """`chosen` of `windows` numbers, or all, evenly spaced."""
+    """Return `chosen` of `windows` numbers, or all, evenly spaced."""
     count = min(windows, chosen)
     return [(2 * i + 1) * windows // (2 * count) for i in range(count)]
 
@@ -182,7 +182,7 @@ class _Moments:
         self.products = np.zeros((channels, channels), np.float32)
 
     def add(self, rows: Array) -> None:
-        """float32 (tokens, channels), used up."""
+        """Add rows, float32 (tokens, channels), which are used up."""
         if not self.count:
             self.shift = rows.mean(axis=0, dtype=np.float64).astype(np.float32)
         rows -= self.shift
@@ -234,7 +234,7 @@ class _Gathered:
         self.windows_read += 1
 
     def differentiate(self, model: nn.Module, window: Sequence[int], seeds: Sequence[int]) -> Iterator[int]:
-        """A draw for each seed; yields how many are done. Where there is no gradient `metric` becomes "spread"."""
+        """Draw for each seed; yields how many are done. Where there is no gradient `metric` becomes "spread"."""
         prefix = min(PREFIX, len(window) // 2)
         try:
             gradients = Gradients(model, self._layers, window[: prefix + CONTINUATION], prefix)

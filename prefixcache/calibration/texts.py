@@ -89,8 +89,8 @@ def windows(
     opening: Sequence[int] = (),
     held_back: int = 0,
 ) -> Windows:
-    """`count` windows of `length` tokens, each of which begins with the tokens of `opening`, and `held_back` others, fewer
-    where the text ends, but one at least. No token of a text is in two.
+    """Cut `count` windows of `length` tokens, each of which begins with the tokens of `opening`, and `held_back` others,
+    fewer where the text ends, but one at least. No token of a text is in two.
 
     `encode` makes a text's tokens and adds none of its own. Kinds take turns by their WEIGHTS, so that the first few
     windows are a mix already; a kind whose text is used up leaves its turns to the others. The windows held back are as
@@ -131,7 +131,7 @@ def _corpus() -> Iterator[Text]:
 
 
 def _code() -> Iterator[Text]:
-    """From the interpreter's files: nothing is imported."""
+    """Read code from the interpreter's files: nothing is imported."""
     library = Path(sysconfig.get_path("stdlib"))
     for name in MODULES:
         path = library.joinpath(*name.split("."))
@@ -142,7 +142,7 @@ def _code() -> Iterator[Text]:
 
 
 def _descriptions() -> Iterator[Text]:
-    """What installed projects say about themselves, in Markdown and reStructuredText."""
+    """Read what installed projects say about themselves, in Markdown and reStructuredText."""
     descriptions: dict[str, str] = {}
     for distribution in distributions():
         metadata = distribution.metadata
@@ -158,7 +158,7 @@ def _descriptions() -> Iterator[Text]:
 
 
 def _docstrings() -> Iterator[Text]:
-    """NumPy's: explanations with formulas and examples. A docstring of two names is taken once."""
+    """Read NumPy's docstrings: explanations with formulas and examples. A docstring of two names is taken once."""
     for name in NUMPY:
         module = importlib.import_module(name)
         documents = (getattr(getattr(module, public, None), "__doc__", None) for public in sorted(module.__all__))
@@ -205,7 +205,9 @@ def _spread_over_kinds(turns: list[str], count: int) -> set[int]:
 
 
 def _spread(texts: list[list[list[int]]], count: int) -> list[list[int]]:
-    """`count` pieces: equally many of each text that has so many, evenly spaced in it. The first of each text come first."""
+    """Take `count` pieces: equally many of each text that has so many, evenly spaced in it. The first of each text come
+    first.
+    """
     given = [0] * len(texts)
     while sum(given) < count:
         open_texts = [i for i, pieces in enumerate(texts) if given[i] < len(pieces)]
@@ -216,5 +218,5 @@ def _spread(texts: list[list[list[int]]], count: int) -> list[list[int]]:
 
 
 def _evenly(items: list[Part], count: int) -> list[Part]:
-    """Of each of `count` equal parts the item in the middle."""
+    """Return of each of `count` equal parts the item in the middle."""
     return [items[(2 * i + 1) * len(items) // (2 * count)] for i in range(count)]

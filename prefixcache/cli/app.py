@@ -79,7 +79,7 @@ class Commands(TyperGroup):
             return None
 
     def invoke(self, ctx: Any) -> Any:
-        """A standard output that is full or closed gives no traceback, and an exit code of its own."""
+        """Give no traceback where standard output is full or closed, and an exit code of its own."""
         try:
             try:
                 return super().invoke(ctx)

@@ -50,7 +50,7 @@ def pictures(option: str, out: Path | None) -> list[Path]:
 
 
 def check(option: str, path: Path) -> None:
-    """Refused unless `write` may put a file there."""
+    """Raise Refused unless `write` may put a file there."""
     name = f"{option} {path}"
     if not path.parent.is_dir():
         raise Refused(f"{name}: no such folder; make {path.parent} first")
@@ -67,7 +67,7 @@ def check(option: str, path: Path) -> None:
 
 
 def write(option: str, path: Path, content: bytes) -> None:
-    """Refused when the disk is full or takes no files."""
+    """Write a file in the place of what was there. Refused when the disk is full or takes no files."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         unfinished.write_bytes(content)

@@ -19,7 +19,7 @@ class Show(Protocol):
 
 @contextmanager
 def bar(what: str, total: int | None = None, unit: str = "") -> Iterator[Show]:
-    """On stderr; nothing is shown where that is no terminal."""
+    """Show a bar on stderr; nothing is shown where that is no terminal."""
     err = console(stderr=True)
     columns = (
         TextColumn("{task.description}"),

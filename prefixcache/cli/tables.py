@@ -1,9 +1,12 @@
-"""Tables of text, on a terminal, in Markdown and in HTML: what `evaluate`, `plan` and `demo` write their numbers in."""
+"""Tables of text, on a terminal, in Markdown and in HTML: what `evaluate`, `plan` and `demo` write their numbers in; and
+`listing`, which the commands of operators fill.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from html import escape
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rich import box
 from rich.table import Table
@@ -18,6 +21,16 @@ class Grid(NamedTuple):
 
     headings: list[str]
     rows: list[list[str]]
+
+
+def listing(texts: Sequence[str], numbers: Sequence[str] = (), **more: Any) -> Table:
+    """Return an empty table: columns of texts, which fold where they are long, then columns of numbers."""
+    columns = Table(box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False, **more)
+    for heading in texts:
+        columns.add_column(heading, overflow="fold")
+    for heading in numbers:
+        columns.add_column(heading, justify="right", no_wrap=True)
+    return columns
 
 
 def table(grid: Grid) -> Table:

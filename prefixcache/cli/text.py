@@ -30,7 +30,7 @@ class Refused(ValueError):
 
 @contextmanager
 def refusing(also: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-    """`Refused`, an OSError and `also` become one line on stderr and the exit code 2."""
+    """Turn `Refused`, an OSError and `also` into one line on stderr and the exit code 2."""
     kinds: tuple[type[Exception], ...] = (Refused, OSError, *also)
     try:
         yield
@@ -58,12 +58,14 @@ def complain(message: str) -> None:
 
 
 def print_json(value: dict[str, Any]) -> None:
-    """One object on stdout: ASCII, no colours, keys in the order that they were given."""
+    """Print one object on stdout: ASCII, no colours, keys in the order that they were given."""
     typer.echo(json.dumps(value, indent=2, ensure_ascii=True, allow_nan=False))
 
 
 def safe(text: str) -> str:
-    """Control characters, line ends, and characters that are invisible or turn the direction, as escapes."""
+    """Return the text with control characters, line ends, and characters that are invisible or turn the direction, as
+    escapes.
+    """
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
@@ -89,14 +91,14 @@ def age(when: float | None, now: float) -> str:
 
 
 def many(number: int, noun: str) -> str:
-    """ "1 block", "1,234 blocks"; "1 branch", "2 branches"."""
+    """Write a number with its noun: "1 block", "1,234 blocks"; "1 branch", "2 branches"."""
     plural = f"{noun}es" if noun.endswith(("s", "x", "ch")) else f"{noun}s"
     return f"{number:,} {noun if number == 1 else plural}"
 
 
 def refuse_without(error: BaseException) -> None:
-    """Where this error is that mlx.core can't be loaded, as after a plain `pip install prefixcache` on Linux: say which extra
-    to install, in a line, and end with 1. Every command that needs MLX ends so.
+    """Say, where this error is that mlx.core can't be loaded, as after a plain `pip install prefixcache` on Linux, which
+    extra to install, in a line, and end with 1. Every command that needs MLX ends so.
     """
     if isinstance(error, ImportError) and (error.name in ("mlx", "mlx.core") or "libmlx" in str(error)):
         complain(

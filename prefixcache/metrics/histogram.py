@@ -56,7 +56,7 @@ class Observed(NamedTuple):
         return self.bounds[-1] if self.number else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain JSON types; the buckets are cumulative, without that of all."""
+        """Return plain JSON types; the buckets are cumulative, without that of all."""
         return {
             "count": self.number,
             "total": self.total,

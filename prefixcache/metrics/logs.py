@@ -143,7 +143,7 @@ def summed_up(before: Stats, after: Stats, seconds: float) -> dict[str, Any]:
 
 
 def in_words(fields: dict[str, Any]) -> str:
-    """`summed_up`, as a line to read."""
+    """Return what `summed_up` gave as a line to read."""
     hits = "nothing asked for"
     if fields["hit_rate"] is not None:
         remote = f", remote {fields['remote_hit_rate']:.1%}" if "remote_hit_rate" in fields else ""

@@ -59,7 +59,7 @@ def _fetched(c: Counters) -> Numbers:
 
 
 def _ram(s: Stats) -> Numbers:
-    """What waits for the SSD is part of the images in `Stats`."""
+    """Return what RAM is held for. What waits for the SSD is part of the images in `Stats`."""
     images = {"images": s.ram_images - s.ram_queued, "queued": s.ram_queued}
     return {**images, "nodes": s.ram_nodes, "hot": s.ram_hot, "reserved": s.ram_reserved}
 

@@ -30,14 +30,14 @@ class Arrivals:
         self._sweep_at = self.LEAST
 
     def arrived(self, slot: Slot, first: int) -> None:
-        """An image is in RAM now, without which a hit would have ended at token `first`."""
+        """Note that an image is in RAM now, without which a hit would have ended at token `first`."""
         self._first[slot] = first
         if len(self._first) >= self._sweep_at:  # those that left RAM unused; the same slot may come again
             self._first = {slot: begin for slot, begin in self._first.items() if slot.image is not None}
             self._sweep_at = max(self.LEAST, 2 * len(self._first))
 
     def left(self, slot: Slot) -> None:
-        """An image left RAM."""
+        """Forget an image that left RAM."""
         self._first.pop(slot, None)
 
     def take_share(self, slots: Iterable[Slot], depth: int) -> int:
@@ -119,7 +119,9 @@ class Counters:
         self.ram_hit_tokens += depth - ssd - remote
 
     def promoted_from_remote(self, slot: Slot, first: int) -> None:
-        """An image came from the remote tier, without which a hit would have ended at token `first`, or at its block's."""
+        """Count an image that came from the remote tier, without which a hit would have ended at token `first`, or at its
+        block's.
+        """
         self.remote_promoted_images += 1
         self.arrivals_remote.arrived(slot, max(first, slot.node.start if slot.kind == "rows" else 0))
 

@@ -75,7 +75,7 @@ def seconds_of_remote(trips: np.ndarray, read: np.ndarray, link: Link) -> np.nda
 
 
 def percentiles(seconds: np.ndarray) -> Latency | None:
-    """By linear interpolation; None of no requests."""
+    """Return the percentiles by linear interpolation; None of no requests."""
     return Latency(*(float(value) for value in np.percentile(seconds, (50, 90, 99)))) if seconds.size else None
 
 
@@ -88,7 +88,7 @@ def reading_pays(bytes_per_token: float, rates: Rates) -> bool:
 
 
 def wear(written: int, seconds: float, tbw: float) -> Wear:
-    """Of `written` bytes in `seconds` of a trace, on an SSD that is rated for `tbw` bytes."""
+    """Return the wear of `written` bytes in `seconds` of a trace, on an SSD that is rated for `tbw` bytes."""
     if seconds <= 0:
         return Wear(None, None)
     per_day = written * DAY / seconds
@@ -99,7 +99,7 @@ def wear(written: int, seconds: float, tbw: float) -> Wear:
 
 
 def cost(ram: int, ssd: int, prices: Prices) -> float:
-    """Of so many bytes of RAM and SSD."""
+    """Return the cost of so many bytes of RAM and SSD."""
     return (ram * prices.ram + ssd * prices.ssd) / GB
 
 

@@ -99,7 +99,7 @@ def _next_use(ids: np.ndarray, since: np.ndarray, stores: np.ndarray) -> np.ndar
 
 
 def _hits(reuse: _Reuse, capacity: int) -> int:
-    """Blocks that are there when their request comes, of a cache that evicts what is needed last."""
+    """Return the blocks that are there when their request comes, of a cache that evicts what is needed last."""
     waiting = [0] * reuse.requests  # blocks kept for each request to come
     latest: list[int] = []  # a heap of those requests, negated; what has passed sinks to its end
     size = hits = at = 0

@@ -80,11 +80,11 @@ class SimulatedRemote:
         return image
 
     def beside(self, parent: bytes) -> list[RemoteImage]:
-        """Windows, snapshots and tails of a block."""
+        """Return windows, snapshots and tails of a block."""
         return [image for image in self._beside.get(parent, {}).values() if self.ask(image.name)]
 
     def send(self, image: RemoteImage) -> None:
-        """An image that is not there is put there, unless it alone is above the limit."""
+        """Put an image there that is not, unless it alone is above the limit."""
         if self.limit is not None:
             if image.nbytes > self.limit:
                 return
@@ -99,7 +99,7 @@ class SimulatedRemote:
         self.sent_bytes += image.nbytes
 
     def read(self, entry: Entry) -> Done:
-        """As a tier's."""
+        """Read an image, as a tier does."""
         image = self._images[entry.address]
         self._images.move_to_end(entry.address)
         self.read_images += 1
@@ -145,7 +145,7 @@ class Machine(Simulation):
         self.trips = self.remote_tokens = 0
 
     def promote(self, prompt: Prompt) -> None:
-        """From the SSD; then the remote is asked for what comes after."""
+        """Promote from the SSD; then the remote is asked for what comes after."""
         super().promote(prompt)
         graph = self.storage.graph
         local = prompt.deepest(graph.last)

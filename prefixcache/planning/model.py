@@ -99,7 +99,8 @@ class ModelState:
 
     @classmethod
     def read(cls, path: str | Path, dtype: str | None = None) -> ModelState:
-        """Of a config.json, or of a folder that has one; any family that this mlx-lm knows. Only that file is read.
+        """Read the state of a config.json, or of a folder that has one; any family that this mlx-lm knows. Only that file
+        is read.
 
         `dtype` is that of the activations: "bfloat16", "float16" or "float32", the config's unless given. Building a model
         draws from MLX's random state. ModelError for a file that is missing or is no config, for a family that mlx-lm
@@ -113,7 +114,7 @@ class ModelState:
 
     @classmethod
     def of(cls, config: dict[str, Any], name: str | None = None, dtype: str | None = None) -> ModelState:
-        """Of a config's fields; see `read`."""
+        """Return the state of a config's fields; see `read`."""
         family = model_type(config)
         dtype = activation_dtype(config, dtype)
         model = build_model(config, dtype)
@@ -204,7 +205,7 @@ def held_rows(window: Window, tokens: int) -> tuple[tuple[int, int], ...]:
 
 
 def row_bytes(leaf: Layout) -> int:
-    """Of one token's row of a leaf in a live cache."""
+    """Return the bytes of one token's row of a leaf in a live cache."""
     streams = leaf.get("streams") or ()
     return sum(heads * width * element(dtype).numpy.itemsize for _, _, heads, width, dtype, _ in streams)
 

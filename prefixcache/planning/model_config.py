@@ -127,7 +127,7 @@ def _levels(config: Config) -> list[Config]:
 
 
 def build_model(config: Config, dtype: str) -> nn.Module:
-    """mlx-lm's model of a config. Its weights are lazy arrays of this dtype that are never evaluated."""
+    """Make mlx-lm's model of a config. Its weights are lazy arrays of this dtype that are never evaluated."""
     model_class, arguments_class = _classes(config)
     for level in _levels(config):
         depth = level.get("num_hidden_layers")
@@ -149,7 +149,7 @@ def build_model(config: Config, dtype: str) -> nn.Module:
 
 
 def _classes(config: Config) -> tuple[Any, Any]:
-    """mlx-lm's classes of the config's model and of its arguments."""
+    """Return mlx-lm's classes of the config's model and of its arguments."""
     from prefixcache.upstream import classes_of  # only when asked: it takes seconds
 
     family = config["model_type"]

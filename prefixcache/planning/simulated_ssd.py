@@ -127,7 +127,7 @@ class SimulatedSsd:
     # The writer's turn
 
     def settle(self) -> None:
-        """All that waits is done and reported, in the writer's order: deletions, then writes."""
+        """Do and report all that waits, in the writer's order: deletions, then writes."""
         while self._busy:
             self._busy = False
             batch = self._queue.take()

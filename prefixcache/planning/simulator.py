@@ -45,6 +45,8 @@ from prefixcache.tiers.storage import Storage
 from prefixcache.trace.reading import Request
 
 EVERY = 64  # requests between two calls of `progress`
+COUNTED = ("stored_tokens", "stored_bytes", "evicted", "ssd_evicted", "dropped", "declined", "unkept_tokens")
+COUNTED_OF_SSD = ("written_files", "written_bytes", "read_files", "read_bytes")
 MIXER = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / the golden ratio: odd, and products of near numbers stay apart
 
 
@@ -92,7 +94,7 @@ class SizeMaker:
         self.state: State | None = None
 
     def begin(self, limit: int) -> SizeMaker:
-        """For a store of so many tokens."""
+        """Begin a store of so many tokens."""
         self._limit = limit
         self.state = self._sizes.state.snapshot(limit) if self._plan.snapshots else None
         return self
@@ -219,7 +221,7 @@ class Simulation:
         return hit.depth
 
     def promote(self, prompt: Prompt) -> None:
-        """From the SSD, where it has more than RAM."""
+        """Promote from the SSD, where it has more than RAM."""
         if self.ssd is None:
             return
         deepest = prompt.deepest(self.storage.graph.last)
@@ -229,14 +231,14 @@ class Simulation:
             self.settle()
 
     def rest(self, since: float, until: float) -> None:
-        """Nobody asks between these two times (seconds)."""
+        """Let time pass: nobody asks between these two times (seconds)."""
         if until - since > LOOKS * PERIOD:
             self._now = since
             while self._idle.write():
                 self.settle()
 
     def used(self, hit: Hit) -> None:
-        """A hit, pinned now. For a fleet's machine to see."""
+        """See a hit, pinned now: a fleet's machine does something with it."""
 
     def store(self, prompt: Prompt) -> None:
         """Keep what is new of a prompt."""
@@ -244,12 +246,12 @@ class Simulation:
         self.settle()
 
     def settle(self) -> None:
-        """The SSD's writer has its turn."""
+        """Give the SSD's writer its turn."""
         if self.ssd is not None:
             self.ssd.settle()
 
     def check_integrity(self) -> None:
-        """AssertionError when an invariant of the graph or of the budget does not hold."""
+        """Raise AssertionError when an invariant of the graph or of the budget does not hold."""
         self.storage.graph.check_integrity()
 
 
@@ -290,30 +292,22 @@ def simulate(
                 run.store(prompt)
             if progress is not None and number % EVERY == 0:
                 progress(number)
-    counters, ssd_side = run.storage.counters, run.ssd
+    counts: dict[str, Any] = {name: getattr(run.storage.counters, name) for name in COUNTED}
+    counts |= {name: getattr(run.ssd, name, 0) for name in COUNTED_OF_SSD}
+    arrays: dict[str, Any] = {
+        name: np.array(each, np.int64) for name, each in (("asked", asked), ("hit", given), ("read", read))
+    }
     return CellOutcome(
         cell=cell,
         requests=len(asked),
         seconds=last - (first or 0.0),
         asked_tokens=sum(asked),
-        ram_tokens=counters.ram_hit_tokens,
-        ssd_tokens=counters.ssd_hit_tokens,
-        stored_tokens=counters.stored_tokens,
-        stored_bytes=counters.stored_bytes,
-        written_files=ssd_side.written_files if ssd_side else 0,
-        written_bytes=ssd_side.written_bytes if ssd_side else 0,
-        read_files=ssd_side.read_files if ssd_side else 0,
-        read_bytes=ssd_side.read_bytes if ssd_side else 0,
-        evicted=counters.evicted,
-        ssd_evicted=counters.ssd_evicted,
-        dropped=counters.dropped,
-        declined=counters.declined,
-        unkept_tokens=counters.unkept_tokens,
+        ram_tokens=run.storage.counters.ram_hit_tokens,
+        ssd_tokens=run.storage.counters.ssd_hit_tokens,
         ram_peak=run.storage.budget.peak,
-        ssd_peak=ssd_side.peak if ssd_side else 0,
-        asked=np.array(asked, np.int64),
-        hit=np.array(given, np.int64),
-        read=np.array(read, np.int64),
+        ssd_peak=run.ssd.peak if run.ssd is not None else 0,
+        **counts,
+        **arrays,
     )
 
 
@@ -359,12 +353,14 @@ class Prompts:
 
 
 def tokens_of(request: Request, block: int) -> bytes:
-    """Tokens (raw int64 bytes) that stand for a request's ids: each id has `block` of its own, and the last may be cut."""
+    """Return tokens (raw int64 bytes) that stand for a request's ids: each id has `block` of its own, and the last may be
+    cut.
+    """
     return _joined(request.ids, [block] * len(request.ids), request.tokens)
 
 
 def _joined(owners: Sequence[int], counts: Sequence[int], limit: int) -> bytes:
-    """For each owner so many tokens, a marker and then zeros; at most `limit` in all."""
+    """Return for each owner so many tokens, a marker and then zeros; at most `limit` in all."""
     markers = _markers(owners)
     zeros = bytes((max(counts, default=1) - 1) * TOKEN_BYTES)  # a slice of all of it is no copy
     pieces: list[bytes] = []

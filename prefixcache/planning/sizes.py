@@ -32,21 +32,25 @@ class StateSizes:
         self._nbytes: dict[Any, int] = {}
 
     def rows_bytes(self, start: int, tokens: int = BLOCK) -> int:
-        """Of the rows image of the block at token `start`: coded if it is whole, else as it is."""
+        """Return the bytes of the rows image of the block at token `start`: coded if it is whole, else as it is."""
         coded = tokens == BLOCK
         counts = tuple(count for _, count in self.plan.in_rows(start, tokens, coded))
         shape = (counts, coded)
         return self._image_bytes("rows", start, shape, lambda: (self.plan.rows_specs(start, tokens, coded), "{}"))
 
     def window_bytes(self, start: int, mask: tuple[int, ...], coded: bool = True) -> int:
-        """Of the window image with these of the block's tokens, one bit each, for each window of `plan.windows`."""
+        """Return the bytes of the window image with these of the block's tokens, one bit each, for each window of
+        `plan.windows`.
+        """
         sunk = tuple(tokens & self.plan.sunk(start) for tokens in mask)
         return self._image_bytes(
             "window", start, (mask, sunk, coded), lambda: (self.plan.window_specs(mask, start, coded), extra_of(mask))
         )
 
     def snapshot_bytes(self, start: int, suffix_tokens: int) -> int:
-        """Of the snapshot `suffix_tokens` (1 to 256) behind token `start`, where a block ends; 0 for a model without any."""
+        """Return the bytes of the snapshot `suffix_tokens` (1 to 256) behind token `start`, where a block ends; 0 for a
+        model without any.
+        """
         if not self.state.has_snapshots:
             return 0
         end = start + suffix_tokens
@@ -59,7 +63,9 @@ class StateSizes:
         return [*state.specs(), Spec("tokens", "I64", (suffix_tokens,))], extra
 
     def _image_bytes(self, kind: str, start: int, shape: Any, make: Callable[[], tuple[list[Spec], str]]) -> int:
-        """Computed once for all images of a kind that have this shape and as many digits in `start`: a header has both."""
+        """Return an image's bytes, computed once for all images of a kind that have this shape and as many digits in
+        `start`: a header has both.
+        """
         image = kind, len(str(start)), shape
         if image not in self._nbytes:
             specs, extra = make()
@@ -89,7 +95,9 @@ class StateSizes:
         return self.raw_bytes_per_token / self.bytes_per_token if self.raw_bytes_per_token else None
 
     def windows_bytes(self, tokens: int, first: int = 0) -> int:
-        """Of all window images, from the block at token `first` on, of a prompt that is stored once after a generation."""
+        """Return the bytes of all window images, from the block at token `first` on, of a prompt that is stored once
+        after a generation.
+        """
         windows = [(held_rows(window, tokens), window.keep) for window in self.plan.windows]
         total = 0
         for start in range(first, tokens, BLOCK) if windows else ():
@@ -109,13 +117,15 @@ class StateSizes:
         return total
 
     def prompt_bytes(self, tokens: int) -> int:
-        """Of all images of one prompt, stored once after a generation."""
+        """Return the bytes of all images of one prompt, stored once after a generation."""
         last_block = (tokens - 1) // BLOCK * BLOCK
         rows = sum(self.rows_bytes(start, min(BLOCK, tokens - start)) for start in range(0, tokens, BLOCK))
         return rows + self.windows_bytes(tokens) + self.snapshot_bytes(last_block, tokens - last_block)
 
     def live_bytes(self, tokens: int) -> int:
-        """Of the same prompt in a live cache of mlx-lm's after a generation, without the room that it grows into."""
+        """Return the bytes of the same prompt in a live cache of mlx-lm's after a generation, without the room that it
+        grows into.
+        """
         rows = 0
         for leaf in self.state.leaves(tokens):
             rows += sum(last - first for first, last in leaf.held) * row_bytes(leaf.layout)

@@ -107,7 +107,7 @@ def _read(path: Path, block: int | None, limit: int | None, _version: Any) -> _R
 
 
 def _version(path: Path) -> tuple[int, int] | None:
-    """Another one when the file has changed; None where it can't be looked at, which `Trace` tells."""
+    """Return what is another when the file has changed; None where it can't be looked at, which `Trace` tells."""
     try:
         status = path.stat()
     except OSError:
@@ -185,7 +185,7 @@ def _run_all(
 
 
 def cores() -> int:
-    """That this process may use."""
+    """Return how many cores this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -206,7 +206,7 @@ def _run_here(workload: Workload, runs: list[Any], report: Report, run: AnyRun) 
 
 
 def _run_cell(workload: Workload, cell: Any, progress: CellProgress, run: AnyRun) -> Any:
-    """An error names the cell, except where the trace or the model is what is wrong."""
+    """Run a cell. An error names it, except where the trace or the model is what is wrong."""
     try:
         return run(workload, cell, progress)
     except ValueError:
@@ -246,7 +246,9 @@ def _run_in_pool(workload: Workload, runs: list[Any], count: int, report: Report
 
 
 def _submit(pool: ProcessPoolExecutor, jobs: list[tuple[int, Workload, Any, AnyRun]]) -> list[Future[Any]]:
-    """Ctrl-C is for the first process alone: those that are spawned here never see it, not even while they start."""
+    """Submit jobs. Ctrl-C is for the first process alone: those that are spawned here never see it, not even while they
+    start.
+    """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         return [pool.submit(_run_in_process, *job) for job in jobs]

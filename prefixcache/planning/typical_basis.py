@@ -64,6 +64,6 @@ def _group(layers: list[Layer]) -> LayerGroup:
 
 
 def _nbytes(group: LayerGroup) -> int:
-    """Vectors in fp16; factors and their inverses, means and spreads in float32."""
+    """Return the bytes of a basis: vectors in fp16; factors and their inverses, means and spreads in float32."""
     factors = sum(layer.heads * (layer.key_width**2 + layer.value_width**2) for layer in group.layers)
     return 2 * group.channels**2 + 4 * (2 * factors + 2 * group.channels)

@@ -120,7 +120,7 @@ class Trace:
             raise _wrong(self.path, number, f"{said}; write fewer than that, or leave grown out")
 
     def _lines(self) -> Iterator[tuple[int, Line]]:
-        """The lines that are requests, and their numbers."""
+        """Yield the lines that are requests, and their numbers."""
         for number, (text, whole) in enumerate(_split(self.path), 1):
             if whole and not text.strip():
                 continue
@@ -245,7 +245,7 @@ class _Parents:
         self._parents = np.zeros(PLACES, np.int64)
 
     def check(self, number: int, ids: np.ndarray) -> None:
-        """TraceError when one of a prompt's ids followed another parent before, or does so twice in it."""
+        """Raise TraceError when one of a prompt's ids followed another parent before, or does so twice in it."""
         parents = np.empty_like(ids)
         parents[:1], parents[1:] = ROOT, ids[:-1]
         places = (ids ^ (ids >> 22) ^ (ids >> 44)) & (PLACES - 1)
@@ -277,7 +277,9 @@ def _ids_of(line: Line) -> str:
 
 
 def _block_of(path: Path, lines: list[tuple[int, Line]]) -> int:
-    """Tokens an id, from lengths and numbers of ids: 512 (Mooncake's), the only power of two, or the only number at all."""
+    """Return the tokens an id, from lengths and numbers of ids: 512 (Mooncake's), the only power of two, or the only
+    number at all.
+    """
     least, most = 1, MAX
     for number, line in lines:
         count = len(line.ids)
@@ -296,7 +298,9 @@ def _block_of(path: Path, lines: list[tuple[int, Line]]) -> int:
 
 
 def _split(path: Path) -> Iterator[tuple[bytes, bool]]:
-    """The file's lines and whether each is whole: not what follows the last newline, nor the end of a gzip stream cut off."""
+    """Yield the file's lines and whether each is whole: not what follows the last newline, nor the end of a gzip stream
+    cut off.
+    """
     rest = b""
     number = 1
     with _opened(path) as file:

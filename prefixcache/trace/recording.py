@@ -95,7 +95,8 @@ class Recorder:
         self._writer.start()
 
     def fetch(self, root: bytes, token_bytes: bytes, keys: Sequence[bytes] = ()) -> None:
-        """A prompt was looked up: its tokens (little-endian int64), and what its blocks' keys are chained from.
+        """Record that a prompt was looked up: its tokens (little-endian int64), and what its blocks' keys are chained
+        from.
 
         Any bytes that stand for the namespace will do for `root`, the same ones for what is fetched and what is stored.
         A namespace that isn't there yet has no root key, so a hash of model and salt serves better: ids then agree between a
@@ -105,7 +106,7 @@ class Recorder:
         self._record(FETCH, root, token_bytes, keys)
 
     def store(self, root: bytes, token_bytes: bytes, keys: Sequence[bytes] = ()) -> None:
-        """A prompt cache of these tokens was stored; arguments as for `fetch`."""
+        """Record that a prompt cache of these tokens was stored; arguments as for `fetch`."""
         self._record(STORE, root, token_bytes, keys)
 
     def close(self) -> None:
@@ -197,13 +198,13 @@ def _opened(path: Path) -> int:
 
 
 def _require_recording(path: Path, fd: int) -> None:
-    """Lines are cut and added here: only ever in a file that is a recording, or all of it what a crash left of one."""
+    """Refuse to cut and add lines but in a file that is a recording, or all of it what a crash left of one."""
     if not begins_recording(os.pread(fd, HEAD_BYTES, 0)):
         raise _refused(path, "it holds something else than a recording")
 
 
 def _end_line(fd: int) -> None:
-    """What a crash left of a last line goes; a whole one without its newline gets it."""
+    """Cut what a crash left of a last line; a whole one without its newline gets it."""
     size = at = os.fstat(fd).st_size
     rest = b""
     while at and b"\n" not in rest:

@@ -49,8 +49,8 @@ class Texts(NamedTuple):
 
 
 def texts_of(held_back: Sequence[Sequence[int]], other: Sequence[int]) -> Texts:
-    """Of each window whole blocks are stored, and what follows is read, some CONTINUATION tokens. Windows that are too short
-    for that are left out.
+    """Cut windows: of each whole blocks are stored, and what follows is read, some CONTINUATION tokens. Windows that are
+    too short for that are left out.
     """
     windows = [window for tokens in held_back if (window := _cut(list(tokens))) is not None]
     return Texts(windows, list(other))
@@ -122,7 +122,7 @@ class _Measure:
         self._passes = 0
 
     def __call__(self, designed: Designed, codecs: Mapping[str, Codec]) -> dict[str, float]:
-        """With this basis. NotRestored where the model's prompt cache can't be."""
+        """Measure with this basis. NotRestored where the model's prompt cache can't be."""
         reference, texts = Reference(self._subject.model), self._texts
         before, count = self._passes * len(texts.windows), max(2, self._passes + 1) * len(texts.windows)
         with _emptied(self._folder):
@@ -140,7 +140,7 @@ class _Measure:
 
 @contextmanager
 def _emptied(folder: Path) -> Iterator[None]:
-    """A killed calibration may have left it."""
+    """Empty the folder, which a killed calibration may have left, and delete it in the end."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(mode=0o700)
     try:

@@ -81,7 +81,7 @@ def _list(folder: Path, *, as_json: bool) -> None:
 
 
 def _check(folder: Path, adapter: str | None) -> None:
-    """Refused where the basis couldn't be written, or there is no adapter: the model takes a while to load."""
+    """Raise Refused where the basis couldn't be written, or there is no adapter: the model takes a while to load."""
     if adapter is not None and not Path(adapter).expanduser().is_dir():
         raise Refused(f"--adapter-path {adapter}: no such folder; give the one that mlx_lm.lora wrote")
     try:

@@ -128,8 +128,8 @@ class LayerGroups(NamedTuple):
 
 
 def _groups(job: Calibration, model: nn.Module) -> LayerGroups:
-    """Groups of layers, of the model cast where the job says so; and why other layers are in no group. Refused where all are
-    others. What is joined is by the dtypes that the model is served with.
+    """Return groups of layers, of the model cast where the job says so; and why other layers are in no group. Refused
+    where all are others. What is joined is by the dtypes that the model is served with.
     """
     layers, left_out = eligible_layers(model)
     groups, too_wide = grouped(layers)
@@ -162,7 +162,7 @@ def _hash(*texts: str) -> str:
 
 
 def reasons(left_out: dict[int, str]) -> str:
-    """ "layers 0-2, 4: sliding window; layer 3: recurrent state"."""
+    """Return the reasons in words: "layers 0-2, 4: sliding window; layer 3: recurrent state"."""
     by_reason: dict[str, list[int]] = {}
     for index, reason in left_out.items():
         by_reason.setdefault(reason, []).append(index)

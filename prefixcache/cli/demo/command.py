@@ -235,7 +235,7 @@ def _show(screen: Console, facts: dict[str, Any], keep: Path | None) -> None:
 
 
 def _calibrated(facts: dict[str, Any]) -> str:
-    """Codec transform beside TurboQuant, in a passage."""
+    """Return a passage on codec transform beside TurboQuant."""
     said = [
         f"{size(result['ssd']['bytes'])} of files, {result['equal']} of {result['count']} answers equal to cold"
         for result in (facts[CALIBRATED], facts[LOSSY[0]])

@@ -71,7 +71,7 @@ class Model:
         self._warm_up()
 
     def _warm_up(self) -> None:
-        """A first call, which compiles things that would else slow a pass; it shows the size of a token's state."""
+        """Call the model once: that compiles what would else slow a pass, and shows the size of a token's state."""
         probe = self.chat.opening(0)[:PROBE]
         prompt_cache = make_prompt_cache(self.net)
         self.net(mx.array([probe]), cache=prompt_cache)
@@ -91,7 +91,7 @@ class Model:
     def generate(
         self, prompt_cache: list[Any], rest: list[int], given: list[int] | None = None
     ) -> Iterator[tuple[int, float]]:
-        """The greedy tokens after `rest` to the end of the answer, each with its lead on the second best, in nats.
+        """Yield the greedy tokens after `rest` to the end of the answer, each with its lead on the second best, in nats.
 
         With `given` the model reads those tokens as its answer, and what it would have said each time is yielded.
         """
@@ -155,7 +155,7 @@ def take(model: Model, cache: PrefixCache | None, name: str, conversation: int, 
 
 
 def empty(cache: PrefixCache, directory: Path) -> None:
-    """RAM, and what the system holds of the files in memory, where it can be asked: else a read is no read."""
+    """Empty RAM, and what the system holds of the files in memory where it can be asked: else a read is no read."""
     cache.flush()
     cache.trim_to(0)
     for path in directory.rglob("*.safetensors") if hasattr(os, "posix_fadvise") else ():
@@ -178,7 +178,9 @@ def shared(left: list[int], right: list[int]) -> int:
 
 
 def budget(model: Model) -> int:
-    """RAM for the system prompt and a quarter of what the conversations add to it (two at least), a tenth to spare."""
+    """Return RAM for the system prompt and a quarter of what the conversations add to it (two at least), a tenth to
+    spare.
+    """
     system = shared(model.prompt(0, 0), model.prompt(1, 0))
     lengths = [len(model.prompt(c, model.job.turns - 1)) + ANSWER for c in range(model.job.conversations)]
     added = [length - system for length in lengths]

@@ -48,7 +48,7 @@ class Target:
 
 @contextmanager
 def errors_told(directory: Path, *, as_json: bool) -> Iterator[None]:
-    """An error within becomes one line on stderr (with `as_json` also an object on stdout) and the exit code 2."""
+    """Turn an error within into one line on stderr (with `as_json` also an object on stdout) and the exit code 2."""
     try:
         yield
     except (SsdError, OSError, sqlite3.Error) as error:

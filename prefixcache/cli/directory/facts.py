@@ -143,7 +143,7 @@ def _codec_name(text: str) -> str:
 
 
 def _parsed(text: str) -> Any:
-    """JSON text as a value that may stand in JSON again; the text itself when it is none."""
+    """Return JSON text as a value that may stand in JSON again; the text itself when it is none."""
     try:
         value = json.loads(text)
         json.dumps(value, allow_nan=False)

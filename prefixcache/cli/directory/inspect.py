@@ -22,6 +22,7 @@ from prefixcache.cli.directory.facts import KINDS, Facts, describe
 from prefixcache.cli.directory.ranks import ranks_in, show_ranks
 from prefixcache.cli.directory.remote import EngineOptions, describe_remote, show_remote
 from prefixcache.cli.options import AsJson, with_options
+from prefixcache.cli.tables import listing
 from prefixcache.cli.text import age, complain, console, foreign, many, print_json, refusing, size
 from prefixcache.ssd import SsdError, Survey, survey
 from prefixcache.store_fetch_remove.selection import model_meant
@@ -167,7 +168,7 @@ def _state(facts: Facts) -> Text:
 
 
 def _namespaces(facts: Facts, limit: int | None) -> Table:
-    """Two lines a namespace, so that all fits in 80 columns. In the order of use."""
+    """Return a table with two lines a namespace, so that all fits in 80 columns. In the order of use."""
     now, totals, spaces = facts["now"], facts["totals"], facts["namespaces"]
     several = len(spaces) > 1
     table = Table(box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False, show_footer=several)
@@ -206,7 +207,7 @@ def _raw_and_ratio(space: Facts) -> tuple[str, str]:
 
 def _quarantine(facts: Facts, limit: int | None) -> Table:
     items = facts["quarantine"]
-    table = _list("quarantine", "files that failed a check, and why", "age", "on disk")
+    table = listing(["quarantine: files that failed a check, and why"], ["age", "on disk"])
     for item in items[-limit:] if limit is not None else items:
         where = item["origin"] or f"quarantine/{item['name']}"
         entry = Text.assemble(foreign(where), "\n", foreign(item["reason"] or "no reason was noted", "dim"))
@@ -219,17 +220,9 @@ def _quarantine(facts: Facts, limit: int | None) -> Table:
 def _tmp(facts: Facts, limit: int | None) -> Table:
     names = facts["tmp"]
     meaning = "being written now" if facts["live"] else "left by interrupted writes; the next opening deletes them"
-    table = _list("tmp", meaning)
+    table = listing([f"tmp: {meaning}"])
     for name in names[:limit]:
         table.add_row(foreign(name))
     if limit is not None and len(names) > limit:
         table.add_row(foreign(f"... {many(len(names) - limit, 'file')} more: --all", "dim"))
-    return table
-
-
-def _list(title: str, first: str, *numbers: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
-    table.add_column(f"{title}: {first}", overflow="fold")
-    for heading in numbers:
-        table.add_column(heading, justify="right", no_wrap=True)
     return table

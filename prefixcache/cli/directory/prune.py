@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
-from rich import box
 from rich.table import Table
 from rich.text import Text
 
@@ -21,6 +20,7 @@ from prefixcache.cli.progress import bar
 from prefixcache.cli.running.admin_client import AdminClient
 from prefixcache.cli.running.remove import delete_images, show_now
 from prefixcache.cli.running.tenant import TenantOptions
+from prefixcache.cli.tables import listing
 from prefixcache.cli.text import Refused, complain, console, foreign, many, print_json, refusing, size
 from prefixcache.store_fetch_remove.prune_directory import Pruned
 from prefixcache.store_fetch_remove.prune_directory import prune as delete
@@ -168,10 +168,7 @@ def _show(pruned: Pruned) -> None:
 
 
 def _by_namespace(pruned: Pruned) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
-    table.add_column("model, namespace", overflow="fold")
-    for heading in ("images", "on disk"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    table = listing(["model, namespace"], ["images", "on disk"])
     for share in pruned.shares[:ROWS]:
         name = Text.assemble(foreign(share.model, "bold"), foreign(f", {share.root[:8]}", "dim"))
         table.add_row(name, f"{share.images:,}", size(share.disk))

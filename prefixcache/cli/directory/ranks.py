@@ -25,7 +25,7 @@ def ranks_in(directory: Path) -> dict[int, Path]:
 
 
 def show_ranks(out: Console, directory: Path, ranks: dict[int, Facts]) -> None:
-    """Side by side: state and sizes, then for each model what every rank has of it."""
+    """Print side by side: state and sizes, then for each model what every rank has of it."""
     out.print(Text.assemble(("directory  ", "bold"), foreign(str(directory))))
     table = Table(box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
     table.add_column("", overflow="fold")

@@ -88,8 +88,8 @@ def measure(
     progress: Progress = lambda done, of: None,
     basis_dir: Path | None = None,
 ) -> Facts:
-    """Everything about every codec, as plain values that JSON can hold; `specs` as `as_codec` reads them. Bases are looked
-    for in `basis_dir`, or where all look.
+    """Measure every codec, and return all about it, as plain values that JSON can hold; `specs` as `as_codec` reads them.
+    Bases are looked for in `basis_dir`, or where all look.
 
     Refused for a spec, a text, a model or a job that can't be measured.
     """
@@ -113,7 +113,9 @@ def measure(
 
 
 def _basis_bytes(codecs: Mapping[str, Codec], model: str, folder: Path) -> int:
-    """RAM of the model's basis, where one of the codecs needs it. Refused without: TurboQuant would be measured."""
+    """Return the RAM of the model's basis, where one of the codecs needs it. Refused without: TurboQuant would be
+    measured.
+    """
     spec = next((spec for spec, codec in codecs.items() if isinstance(codec, Transform)), None)
     if spec is None:
         return 0
@@ -124,7 +126,7 @@ def _basis_bytes(codecs: Mapping[str, Codec], model: str, folder: Path) -> int:
 
 
 def codec_of(spec: str) -> Codec:
-    """Refused names the spec and what could be written."""
+    """Return the codec of a spec. Refused names the spec and what could be written."""
     try:
         codec = as_codec(spec)
     except ValueError as error:
@@ -146,7 +148,7 @@ def _check_positions(subject: Subject, job: EvaluationSize) -> None:
 
 
 def _ask(subject: Subject, reference: Reference, trials: list[Trial], haystack: Haystack) -> None:
-    """Each question after a haystack, by itself: on a copy of the live cache, then on each restored one."""
+    """Ask each question after a haystack, by itself: on a copy of the live cache, then on each restored one."""
     live = reference.fill(haystack.cached)
     for trial in trials:
         trial.keep(haystack.cached, live)
@@ -272,5 +274,5 @@ def _exp(nats: float) -> float:
 
 
 def _finite(value: float | None) -> float | None:
-    """None for infinity and NaN, which a codec that breaks a model gives and JSON doesn't have."""
+    """Return None for infinity and NaN, which a codec that breaks a model gives and JSON doesn't have."""
     return value if value is not None and math.isfinite(value) else None

@@ -22,7 +22,7 @@ Facts = dict[str, Any]
 
 
 def number(value: float | None, error: float | None = None) -> str:
-    """Three digits, or as many as the error bears: "0.0123", "1.2e-05 ± 3e-07", "0.012 ± 0.003"."""
+    """Write three digits, or as many as the error bears: "0.0123", "1.2e-05 ± 3e-07", "0.012 ± 0.003"."""
     if value is None:
         return NONE
     if not error:
@@ -138,7 +138,7 @@ def as_markdown(facts: Facts) -> str:
 
 
 def family(spec: Facts) -> str:
-    """Codecs that one line joins."""
+    """Return the name of the codecs that one line joins."""
     if spec["name"] != "turboquant":
         return str(spec["name"])
     if spec.get("levelling") is False:
@@ -147,7 +147,7 @@ def family(spec: Facts) -> str:
 
 
 def divergence(axes: Any, facts: Facts) -> None:
-    """KL against bits a value, for `output.draw`."""
+    """Draw KL against bits a value, for `output.draw`."""
     codecs = sorted(
         (c for c in facts["codecs"] if c["kl_mean"] and c["bits_per_value"]), key=lambda c: c["bits_per_value"]
     )

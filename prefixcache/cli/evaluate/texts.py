@@ -97,14 +97,14 @@ def _first_token(tokenizer: Any) -> list[int]:
 
 
 def depths_of(count: int) -> list[float]:
-    """Places from the beginning (0) to the end (1); one alone is in the middle."""
+    """Return places from the beginning (0) to the end (1); one alone is in the middle."""
     return [i / (count - 1) for i in range(count)] if count > 1 else [0.5]
 
 
 def haystacks(
     tokenizer: Any, ids: list[int], prefix: int, count: int, depths: Sequence[float], seed: int
 ) -> list[Haystack]:
-    """`count` prompts of at most `prefix` cached tokens: text from `count` places, a number hidden at each depth."""
+    """Make `count` prompts of at most `prefix` cached tokens: text from `count` places, a number hidden at each depth."""
     chance = random.Random(seed)
     prompts = []
     for i in range(count):
@@ -118,8 +118,8 @@ def haystacks(
 def _haystack(
     tokenizer: Any, ids: list[int], prefix: int, names: list[str], numbers: list[str], depths: Sequence[float]
 ) -> Haystack:
-    """Text is taken away until the cached part has its length: how many tokens a template and the needles take is known
-    only when the prompt is made.
+    """Take text away until the cached part has its length: how many tokens a template and the needles take is known only
+    when the prompt is made.
     """
     needles = [f"The secret number of {name} is {number}." for name, number in zip(names, numbers, strict=True)]
     questions = [f"What is the secret number of {name}?" for name in names]

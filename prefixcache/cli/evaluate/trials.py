@@ -50,13 +50,13 @@ def _log_probabilities(logits: mx.array) -> mx.array:
 
 
 def surprise(logits: mx.array, targets: Sequence[int]) -> np.ndarray:
-    """Negative log-likelihood of each row's target, in nats: float64 (rows,)."""
+    """Return the negative log-likelihood of each row's target, in nats: float64 (rows,)."""
     chosen = mx.take_along_axis(_log_probabilities(logits), mx.array(list(targets))[:, None], axis=-1)[:, 0]
     return -np.array(chosen).astype(np.float64)
 
 
 def divergence(reference: mx.array, logits: mx.array) -> np.ndarray:
-    """KL(reference || other) of each row's distributions, in nats: float64 (rows,).
+    """Return KL(reference || other) of each row's distributions, in nats: float64 (rows,).
 
     Never below 0, though rounding alone would bring near-equal rows there. A token that the reference never gives
     (a logit of -inf) adds nothing.
@@ -117,7 +117,7 @@ class Reference:
         return prompt_cache
 
     def go_on(self, prompt_cache: list[Any], inputs: list[int]) -> Iterator[mx.array]:
-        """Logits (rows, vocabulary) of what follows each input, some rows at a time."""
+        """Yield logits (rows, vocabulary) of what follows each input, some rows at a time."""
         for at in range(0, len(inputs), CHUNK):
             logits = self.model(mx.array([inputs[at : at + CHUNK]]), cache=prompt_cache)[0]
             mx.eval(logits)
@@ -174,8 +174,8 @@ class Trial:
 def begun(
     codecs: Mapping[str, Codec], model: str, basis_dir: Path, basis_bytes: int, first: list[int], live: list[Any]
 ) -> Iterator[list[Trial]]:
-    """A trial of each codec, by its spec. As on a server another prompt is there already: `first`, which `live` has seen.
-    A basis that one of them needs takes `basis_bytes`.
+    """Give a trial of each codec, by its spec. As on a server another prompt is there already: `first`, which `live` has
+    seen. A basis that one of them needs takes `basis_bytes`.
     """
     # Two prompts are stored at once, and a basis may take a part of the RAM. This is a limit, not what is taken.
     ram = 4 * _nbytes(live) + SPARE + BASES_SHARE * basis_bytes
@@ -191,7 +191,7 @@ def begun(
 
 
 def read_on(reference: Reference, trials: list[Trial], window: Excerpt) -> None:
-    """The tokens after a prompt, given one after the other: on the live cache, then on each restored one."""
+    """Read the tokens after a prompt, given one after the other: on the live cache, then on each restored one."""
     live = reference.fill(window.prompt)
     for trial in trials:
         trial.stored.append(trial.keep(window.prompt, live))

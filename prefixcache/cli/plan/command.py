@@ -182,8 +182,8 @@ def _fleets(
     options: FleetPlan,
     assumed: Assumed,
 ) -> Facts:
-    """Facts of fleets whose machines are of each size: with and without a remote tier, beside one machine of that size and
-    one that has what they have together. `known` has the runs of one machine.
+    """Return facts of fleets whose machines are of each size: with and without a remote tier, beside one machine of that
+    size and one that has what they have together. `known` has the runs of one machine.
     """
     from prefixcache.cli.plan.facts import fleet_facts
     from prefixcache.planning.advice import Link
@@ -213,7 +213,7 @@ def _fleets(
 
 @contextmanager
 def _quiet_log() -> Iterator[None]:
-    """What the log says of simulated tiers is told in the notes, once."""
+    """Silence the log: what it says of simulated tiers is told in the notes, once."""
     log = logging.getLogger("prefixcache")
     level = log.level
     log.setLevel(logging.ERROR)

@@ -135,21 +135,17 @@ def _weights(state: ModelState) -> int:
 
 
 def trace_facts(trace: Trace, totals: TraceSummary, prompts: np.ndarray, context: int | None) -> Facts:
-    """After a pass; `prompts` are the tokens of each, which the model's `context` may be too short for."""
+    """Return a trace's facts after a pass; `prompts` are the tokens of each, which the model's `context` may be too short
+    for.
+    """
     return {
         "file": str(trace.path),
         "block": trace.block,
         "limit": trace.limit,
-        "requests": totals.requests,
-        "stores": totals.stores,
-        "tokens": totals.tokens,
-        "mean_tokens": totals.mean_tokens,
-        "longest": totals.longest,
+        **{name: getattr(totals, name) for name in ("requests", "stores", "tokens", "mean_tokens", "longest")},
         "beyond_context": int((prompts > context).sum()) if context is not None else 0,
-        "ids": totals.ids,
-        "blocks": totals.blocks,
+        **{name: getattr(totals, name) for name in ("ids", "blocks", "seconds")},
         "blocks_exact": totals.exact,
-        "seconds": totals.seconds,
         "torn": trace.torn,
         "backwards": trace.backwards,
     }
@@ -165,7 +161,7 @@ def step_up(nbytes: float) -> int:
 
 
 def ram_ladder(most: int) -> list[int]:
-    """From a 256th of `most` bytes, rounded up, to all of them."""
+    """Return sizes from a 256th of `most` bytes, rounded up, to all of them."""
     return [max(step_up(most) // share, 1) for share in RAM_SHARES]
 
 
@@ -195,8 +191,8 @@ def outcome_facts(
     longest: int,
     assumed: Assumed,
 ) -> Facts:
-    """`bounds` are Belady's at the outcomes' sizes; `endless` is the run of a RAM that never evicts: what is possible with
-    this model. `longest` is the longest prompt's tokens.
+    """Return the facts of all sizes. `bounds` are Belady's at the outcomes' sizes; `endless` is the run of a RAM that
+    never evicts: what is possible with this model. `longest` is the longest prompt's tokens.
     """
     per_token, prefill = sizes.bytes_per_token, assumed.prefill_rate
     rates = [Rates(prefill, ssd, assumed.decode_rate) for ssd in assumed.ssd_rates]
@@ -274,7 +270,7 @@ def _obstacles(cell: Facts, sizes: StateSizes, longest: int) -> list[str]:
 
 
 def _longest_bytes(sizes: StateSizes, longest: int) -> int:
-    """Of RAM, that the longest prompt takes, up to the model's context."""
+    """Return the bytes of RAM that the longest prompt takes, up to the model's context."""
     return sizes.prompt_bytes(min(longest, sizes.state.context or longest))
 
 
@@ -284,20 +280,28 @@ def _cell(o: CellOutcome, possible: int, per_token: float, assumed: Assumed, rat
         del counts[name]
     worn = advice.wear(o.written_bytes, o.seconds, assumed.tbw)
     return {
-        "ram": o.cell.ram,
-        "ssd": o.cell.ssd,
-        "policy": o.cell.policy,
-        "ssd_admission": o.cell.admission,
-        "hit_rate": o.hit_rate,
-        "ram_hit_rate": o.ram_tokens / max(o.asked_tokens, 1),
-        "ssd_hit_rate": o.ssd_tokens / max(o.asked_tokens, 1),
+        **_hit_facts(o.cell, o),
         "of_possible": min(o.hit_tokens / possible, 1.0) if possible else None,
-        "hit_tokens": o.hit_tokens,
         "prefill_seconds_saved": o.hit_tokens / assumed.prefill_rate,
         "ttft": [_ttft(o.asked, o.hit, o.read, per_token, of) for of in rates],
         "written_bytes_per_day": worn.bytes_per_day,
         "tbw_years": worn.years,
         **counts,
+    }
+
+
+def _hit_facts(cell: Cell, o: CellOutcome | FleetOutcome) -> Facts:
+    """Return the size, and what was hit with it."""
+    asked = max(o.asked_tokens, 1)
+    return {
+        "ram": cell.ram,
+        "ssd": cell.ssd,
+        "policy": cell.policy,
+        "ssd_admission": cell.admission,
+        "hit_rate": o.hit_rate,
+        "ram_hit_rate": o.ram_tokens / asked,
+        "ssd_hit_rate": o.ssd_tokens / asked,
+        "hit_tokens": o.hit_tokens,
     }
 
 
@@ -312,8 +316,8 @@ def fleet_facts(
     options: FleetPlan,
     assumed: Assumed,
 ) -> Facts:
-    """`ones`: for each size a machine alone, and one with what the fleet has together. `sessions`: each request's. A row of
-    one machine has no routing, one without a remote tier no admission to it.
+    """Return the facts of fleets. `ones`: for each size a machine alone, and one with what the fleet has together.
+    `sessions`: each request's. A row of one machine has no routing, one without a remote tier no admission to it.
     """
     rates = [Rates(assumed.prefill_rate, ssd, assumed.decode_rate) for ssd in assumed.ssd_rates]
     link, each = Link(options.rtt, options.rate), len(outcomes) // len(ones)
@@ -344,21 +348,14 @@ def _of_one(o: CellOutcome) -> FleetOutcome:
 
 
 def _fleet_row(o: FleetOutcome, per_token: float, link: Link, rates: list[Rates]) -> Facts:
-    fleet, asked = o.fleet, max(o.asked_tokens, 1)
+    fleet = o.fleet
     waiting = advice.seconds_of_remote(o.trips, o.remote_read, link)
     return {
         "machines": fleet.machines,
-        "ram": fleet.cell.ram,
-        "ssd": fleet.cell.ssd,
-        "policy": fleet.cell.policy,
-        "ssd_admission": fleet.cell.admission,
+        **_hit_facts(fleet.cell, o),
         "routing": fleet.routing or None,
         "remote_admission": fleet.remote_admission,
-        "hit_rate": o.hit_rate,
-        "ram_hit_rate": o.ram_tokens / asked,
-        "ssd_hit_rate": o.ssd_tokens / asked,
-        "remote_hit_rate": o.remote_tokens / asked,
-        "hit_tokens": o.hit_tokens,
+        "remote_hit_rate": o.remote_tokens / max(o.asked_tokens, 1),
         "requests": o.requests,
         "ttft": [_ttft(o.asked, o.hit, o.read, per_token, of, waiting) for of in rates],
         "sent_per_reused_token": o.sent_per_reused_token,
@@ -375,7 +372,7 @@ def _ttft(
     rates: Rates,
     waiting: np.ndarray | float = 0.0,
 ) -> Facts:
-    """`waiting`: seconds of each request beside those of one machine alone."""
+    """Return the times to first token. `waiting`: seconds of each request beside those of one machine alone."""
     seconds = advice.times_to_first_token(asked, hit, read, per_token, rates) + waiting
     latency = advice.percentiles(seconds)
     percentiles = latency._asdict() if latency is not None else dict.fromkeys(advice.Latency._fields)

@@ -70,7 +70,7 @@ def page(facts: Facts) -> str:
 
 
 def _inline_picture(facts: Facts) -> str:
-    """Its panels stand one below the other, so that a phone is wide enough for them."""
+    """Draw the picture with its panels one below the other, so that a phone is wide enough for them."""
     if not can_draw():
         return f'<p class="quiet">There are pictures, too, where matplotlib is: {INSTALL}</p>'
     svg = draw("", _panels(facts), ".svg", stacked=True).decode()
@@ -92,13 +92,13 @@ def _panels(facts: Facts) -> list[Callable[[Any], None]]:
 
 
 def _plot(axes: Any, curves: dict[str, list[tuple[float, float]]]) -> None:
-    """Each curve's points, by its label."""
+    """Draw each curve's points, by its label."""
     for (label, points), (colour, marker) in zip(curves.items(), cycle(LOOKS), strict=False):
         axes.plot(*zip(*points, strict=True), color=colour, marker=marker, markersize=5, label=label)
 
 
 def _star(axes: Any, cell: Facts, x: float, y: float) -> None:
-    """The size that is recommended."""
+    """Mark the size that is recommended."""
     axes.plot([x], [y], marker="*", markersize=14, color="#D55E00", linestyle="none", zorder=5, label=sizes_of(cell))
 
 

@@ -82,12 +82,12 @@ def percent(share: float | None) -> str:
 
 
 def count(number: int) -> str:
-    """Three digits and k, M or G."""
+    """Write three digits and k, M or G."""
     return f"{number:,}" if number < 1000 else size(number).replace("kB", "k").removesuffix("B")
 
 
 def duration(seconds: float | None) -> str:
-    """ "0.12 s", "3.4 min", "2.1 h", "5.6 d"."""
+    """Write a duration: "0.12 s", "3.4 min", "2.1 h", "5.6 d"."""
     if seconds is None:
         return NONE
     for unit, length in (("d", 86_400), ("h", 3_600), ("min", 60)):
@@ -103,7 +103,7 @@ def years(value: float | None, written: float | None) -> str:
 
 
 def sizes_of(cell: Facts) -> str:
-    """ "24 GB RAM + 120 GB SSD"; policies where they are not the defaults."""
+    """Name a size: "24 GB RAM + 120 GB SSD"; policies where they are not the defaults."""
     sizes = " + ".join(f"{short(cell[tier])} {tier.upper()}" for tier in ("ram", "ssd") if cell[tier])
     policies = ", ".join(_policies(cell).values())
     return f"{sizes} ({policies})" if policies else sizes
@@ -318,7 +318,7 @@ def _against(facts: Facts, advised: Facts) -> str:
 
 
 def _hit_grids(facts: Facts) -> list[Grid]:
-    """Hit rates, RAM downwards and SSD to the right: one grid for each policy and admission."""
+    """Return hit rates, RAM downwards and SSD to the right: one grid for each policy and admission."""
     cells, best = facts["sizes"]["cells"], chosen(facts)
     rams, ssds = (sorted({cell[tier] for cell in cells}) for tier in ("ram", "ssd"))
     pairs = dict.fromkeys((c["policy"], c["ssd_admission"]) for c in cells if c["ssd"] or len(ssds) == 1)
@@ -346,7 +346,7 @@ def _front_grid(facts: Facts) -> Grid:
 
 
 def _waiting_grid(facts: Facts) -> Grid:
-    """Times to first token and wear, of the sizes on the front, in the order that they were tried."""
+    """Return times to first token and wear, of the sizes on the front, in the order that they were tried."""
     sizes, tbw = facts["sizes"], short(facts["assumed"]["tbw"])
     rows = [["no cache", NONE, *_percentiles(sizes["without"]["ttft"]), NONE, NONE]]
     for cell in sizes["cells"]:
@@ -406,7 +406,7 @@ def _trace_notes(facts: Facts) -> list[str]:
 
 
 def _fleet_grids(facts: Facts) -> list[Grid]:
-    """Of each size of the machines: what is hit and how long that takes, and what the remote tier does."""
+    """Return of each size of the machines what is hit and how long that takes, and what the remote tier does."""
     grids, machines = [], facts["fleet"]["machines"]
     for rows in facts["fleet"]["sizes"]:
         named = list(zip(_fleet_names(rows), rows, strict=True))

@@ -37,7 +37,7 @@ KeyFile = Annotated[
 
 class _NoRedirect(HTTPRedirectHandler):
     def redirect_request(self, *args: Any) -> None:
-        """A redirect is an error: the key would go along."""
+        """Refuse a redirect: the key would go along."""
 
 
 class AdminClient:

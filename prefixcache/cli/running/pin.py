@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
-from rich import box
 from rich.table import Table
 
 from prefixcache.cli.options import AsJson
 from prefixcache.cli.running.admin_client import AdminClient, Json, KeyFile, Url
 from prefixcache.cli.running.prompts import Files, read_bodies
+from prefixcache.cli.tables import listing
 from prefixcache.cli.text import Refused, console, foreign, many, print_json, refusing, size
 
 
@@ -60,11 +60,7 @@ def pin(
 
 
 def _table(pins: list[Json]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
-    for heading in ("name", "model, namespace"):
-        table.add_column(heading, overflow="fold")
-    for heading in ("tokens", "bytes", "pins"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    table = listing(["name", "model, namespace"], ["tokens", "bytes", "pins"])
     for pinned in pins:
         whose = foreign(f"{pinned['model']}, {pinned['namespace'][:8]}")
         table.add_row(

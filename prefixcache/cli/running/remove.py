@@ -55,6 +55,6 @@ def delete_images(client: AdminClient, selection: Json, *, as_json: bool) -> Jso
 
 
 def show_now(client: AdminClient, now: Json) -> None:
-    """What the server's RAM and SSD hold afterwards."""
+    """Print what the server's RAM and SSD hold afterwards."""
     ssd = f"; SSD: {size(now['ssd_bytes'])} used" if now["ssd_bytes"] is not None else ""
     console().print(f"RAM: {size(now['ram_bytes'])} held{ssd}", soft_wrap=True)

@@ -297,7 +297,9 @@ def _ranks(adapter: str | None) -> Ranks | None:
 
 @contextmanager
 def _errors_of(ranks: Ranks | None) -> Iterator[None]:
-    """What ends the work of several: a rank that is gone, one that can't open its cache, other weights on one."""
+    """Raise NotWarmed for what ends the work of several: a rank that is gone, one that can't open its cache, other
+    weights on one.
+    """
     from prefixcache.ranks import OtherWeights
 
     try:
@@ -376,7 +378,7 @@ def _open(settings: Settings, group: Any) -> PrefixCache:
 
 @contextmanager
 def _ending(ranks: Ranks | None) -> Iterator[Callable[[], None]]:
-    """Gives a check that raises Stopped once SIGINT or SIGTERM came, or mlx.launch ended, on all ranks if one has it. A
+    """Give a check that raises Stopped once SIGINT or SIGTERM came, or mlx.launch ended, on all ranks if one has it. A
     second signal ends the process at once.
     """
     received: list[int] = []

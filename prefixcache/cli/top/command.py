@@ -94,7 +94,7 @@ def _picture(facts: Facts) -> RenderableType:
 
 @contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
-    """An end that gives the terminal its cursor back."""
+    """End on SIGTERM so that the terminal has its cursor back."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -201,7 +201,7 @@ def facts(url: str, before: Page | None, now: Page) -> Facts:
 
 
 def _sum(page: Page | None, counters: Iterable[tuple[str, str]]) -> float | None:
-    """Of these counters; None when the server has none of them."""
+    """Return the sum of these counters; None when the server has none of them."""
     values = [page.get(f"{name}_total", label) for name, label in counters] if page is not None else []
     known = [value for value in values if value is not None]
     return sum(known) if known else None
@@ -218,13 +218,15 @@ def _rate(before: Page | None, now: Page, counters: tuple[tuple[str, str], ...],
 
 
 def _share(before: Page | None, now: Page, part: Any, whole: Any) -> float | None:
-    """Of what was asked for between the pages, or in all with no page before. None where nothing was."""
+    """Return the share of what was asked for between the pages, or in all with no page before. None where nothing was."""
     hit, total = (_growth(before, now, c) if before is not None else _sum(now, c) for c in (part, whole))
     return hit / total if hit is not None and total else None
 
 
 def _latency(before: Page | None, now: Page, name: str, label: str) -> Facts | None:
-    """Between the pages; of all the server's time where nothing was timed in between. None where it has no such histogram."""
+    """Return the latency between the pages; of all the server's time where nothing was timed in between. None where it
+    has no such histogram.
+    """
     new = _observed(now, name, label)
     if new is None:
         return None

@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import time
 
-from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from prefixcache.cli.tables import listing
 from prefixcache.cli.text import foreign, size
 from prefixcache.cli.top.metrics_page import Facts
 
@@ -98,10 +98,7 @@ def _trouble(now: Facts) -> Text:
 
 
 def _latencies(latency: dict[str, Facts | None]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
-    table.add_column("took", overflow="fold")
-    for heading in ("calls", "p50", "p99", "of"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    table = listing(["took"], ["calls", "p50", "p99", "of"])
     for name, timed in latency.items():
         if timed is not None and timed["count"]:
             period = Text("this interval" if timed["lately"] else "all its time", "dim")
