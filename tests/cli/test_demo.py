@@ -19,6 +19,7 @@ from prefixcache.cli.demo.text import CALIBRATED, LOSSY, MARK, SYSTEM, TITLES, C
 from tests.servers.forked import BLAS
 
 CONVERSATIONS, TURNS = 2, 2
+Ran = tuple[subprocess.CompletedProcess[str], Path, Path]
 
 
 @pytest.fixture(scope="module")
@@ -27,26 +28,15 @@ def tokenizer() -> Any:
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path, Path]:
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     """The demo as JSON, once: how it ended, the folder that it was to keep, and the one for temporary files.
 
     What the environment says of the cache is not for the demo: these settings would be refused, or keep nothing.
     """
     keep, temporary = tmp_path_factory.mktemp("demo") / "kept", tmp_path_factory.mktemp("tmp")
+    options = ("--json", "--keep", keep, "--conversations", CONVERSATIONS, "--turns", TURNS)
     ended = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "prefixcache",
-            "demo",
-            "--json",
-            "--keep",
-            str(keep),
-            "--conversations",
-            str(CONVERSATIONS),
-            "--turns",
-            str(TURNS),
-        ],
+        [sys.executable, "-m", "prefixcache", "demo", *map(str, options)],
         capture_output=True,
         text=True,
         timeout=200,
@@ -55,9 +45,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedP
     return ended, keep, temporary
 
 
-def test_answers_from_ram_and_from_ssd_after_a_restart_are_the_cold_ones(
-    ran: tuple[subprocess.CompletedProcess[str], Path, Path],
-) -> None:
+def test_answers_from_ram_and_from_ssd_after_a_restart_are_the_cold_ones(ran: Ran) -> None:
     ended, _, _ = ran
     assert ended.returncode == 0, ended.stderr
     shown = json.loads(ended.stdout)
@@ -67,9 +55,7 @@ def test_answers_from_ram_and_from_ssd_after_a_restart_are_the_cold_ones(
     assert shown["ssd"]["equal"] == shown["ssd"]["count"] == CONVERSATIONS
 
 
-def test_every_needle_is_found_cold_and_from_the_cache_whatever_the_codec(
-    ran: tuple[subprocess.CompletedProcess[str], Path, Path],
-) -> None:
+def test_every_needle_is_found_cold_and_from_the_cache_whatever_the_codec(ran: Ran) -> None:
     shown = json.loads(ran[0].stdout)
     for name in TITLES:
         assert shown[name]["found"] == shown[name]["needles"] == shown[name]["count"]
@@ -79,7 +65,7 @@ def test_every_needle_is_found_cold_and_from_the_cache_whatever_the_codec(
     assert last["question"] == "What is the secret number of Oscar?"
 
 
-def test_the_numbers_fit_each_other(ran: tuple[subprocess.CompletedProcess[str], Path, Path], tokenizer: Any) -> None:
+def test_the_numbers_fit_each_other(ran: Ran, tokenizer: Any) -> None:
     shown = json.loads(ran[0].stdout)
     ram, ssd, lossy = shown["ram"], shown["ssd"], [shown[name] for name in (*LOSSY, CALIBRATED)]
     shared = len(tokenizer.encode(SYSTEM))
@@ -100,9 +86,7 @@ def test_the_numbers_fit_each_other(ran: tuple[subprocess.CompletedProcess[str],
     assert shown["cold"]["first"] > max(ram["first"], ssd["first"])
 
 
-def test_the_folder_is_kept_when_asked_for_and_no_other(
-    ran: tuple[subprocess.CompletedProcess[str], Path, Path],
-) -> None:
+def test_the_folder_is_kept_when_asked_for_and_no_other(ran: Ran) -> None:
     ended, keep, temporary = ran
     assert len(list((keep / "raw" / "rows").rglob("*.safetensors"))) == json.loads(ended.stdout)["ssd"]["ssd"]["files"]
     assert not list(temporary.glob("prefixcache-demo-*"))

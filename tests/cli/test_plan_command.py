@@ -610,26 +610,9 @@ def test_a_limit_of_the_remote_tier_holds(planned):
 
 
 def test_a_fleet_is_told_on_the_screen_and_on_the_page(call, trace, tmp_path):
-    from typer.testing import CliRunner
-
-    from prefixcache.cli import app
-
     page = tmp_path / "page.html"
-    args = [
-        "plan",
-        "--model",
-        TINY,
-        "--trace",
-        trace,
-        "--block",
-        256,
-        *SIZED,
-        "--routing",
-        "sticky,random",
-        "--html",
-        page,
-    ]
-    done = CliRunner().invoke(app, list(map(str, args)), env={"COLUMNS": "80"})
+    more = "--routing", "sticky,random", "--html", page
+    done = call("plan", "--model", TINY, "--trace", trace, "--block", 256, *SIZED, *more, columns=80)
     assert done.exit_code == 0, done.output
     assert max(map(len, done.stdout.splitlines())) <= 80
     for text in (done.stdout, page.read_text()):
@@ -671,14 +654,8 @@ def test_a_fleet_that_cannot_be_is_refused(call, trace, options, told):
 # -- how it looks -----------------------------------------------------------------------------------------------------
 
 
-def test_the_advice_stands_first_and_fits_80_columns(call, trace, monkeypatch):
-    from typer.testing import CliRunner
-
-    from prefixcache.cli import app
-
-    args = ["plan", "--model", str(TINY), "--trace", str(trace), "--block", "256"]
-    args += ["--ssd-rate", "1GB,7GB"]
-    done = CliRunner().invoke(app, args, env={"COLUMNS": "80"})
+def test_the_advice_stands_first_and_fits_80_columns(call, trace):
+    done = call("plan", "--model", TINY, "--trace", trace, "--block", 256, "--ssd-rate", "1GB,7GB", columns=80)
     assert done.exit_code == 0, done.output
     lines = done.stdout.splitlines()
     assert re.fullmatch(r'ram="[\d.]+[kM]B"(, ssd="[\d.]+[kM]B")?: \d+ % of what is possible', lines[0])

@@ -26,10 +26,8 @@ from directories import COMMAND, TOKEN, kv
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
-from typer.testing import CliRunner
 
 from prefixcache import PrefixCache
-from prefixcache.cli import app
 from prefixcache.cli.top.metrics_page import Away, NotOurs, WatchedServer, address, facts, read_page
 from prefixcache.cli.top.picture import meter, picture
 from prefixcache.metrics.histogram import Histogram
@@ -100,11 +98,6 @@ def narrow(said: str, width: int = 80) -> None:
     assert [line for line in said.splitlines() if len(line.rstrip()) > width] == []
 
 
-def narrow_call(*args: Any) -> Any:
-    """The command in this process, 80 columns wide."""
-    return CliRunner().invoke(app, [str(arg) for arg in args], env={"COLUMNS": "80"})
-
-
 @pytest.fixture
 def busy(cache: PrefixCache) -> Iterator[Served]:
     """A server whose cache is used between the first two looks at it."""
@@ -157,8 +150,8 @@ def test_a_servers_rates_are_of_what_happened_between_two_looks(busy, cache, cal
     assert seen["up"]
 
 
-def test_a_servers_picture_is_plain_text_of_80_columns(busy):
-    done = narrow_call("top", busy.url, *QUICK, "--once")
+def test_a_servers_picture_is_plain_text_of_80_columns(busy, call):
+    done = call("top", busy.url, *QUICK, "--once", columns=80)
     assert done.exit_code == 0
     narrow(done.stdout)
     assert "hit rate  99.9% (RAM 50.0%, SSD 50.0%); since its start 99.9%" in done.stdout
