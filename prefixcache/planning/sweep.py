@@ -81,29 +81,29 @@ def simulated_fleet(workload: Workload, fleet: Fleet, progress: CellProgress) ->
     return simulate_fleet(requests, workload.state, workload.codec, fleet, block=block, progress=progress)
 
 
-class _Requests(NamedTuple):
+class _TraceRequests(NamedTuple):
     """A trace's requests, and the tokens that an id of theirs stands for."""
 
     block: int
     requests: Iterable[Request]
 
 
-def _requests(workload: Workload) -> _Requests:
+def _requests(workload: Workload) -> _TraceRequests:
     trace = workload.trace, workload.block, workload.limit
     if workload.ids is not None and workload.ids <= FEW:
         return _read(*trace, _version(workload.trace))
     return _stream(*trace)
 
 
-def _stream(path: Path, block: int | None, limit: int | None) -> _Requests:
+def _stream(path: Path, block: int | None, limit: int | None) -> _TraceRequests:
     trace = Trace(path, block, limit=limit)
-    return _Requests(trace.block, trace)
+    return _TraceRequests(trace.block, trace)
 
 
 @lru_cache(maxsize=1)
-def _read(path: Path, block: int | None, limit: int | None, _version: Any) -> _Requests:
+def _read(path: Path, block: int | None, limit: int | None, _version: Any) -> _TraceRequests:
     block, requests = _stream(path, block, limit)
-    return _Requests(block, tuple(requests))
+    return _TraceRequests(block, tuple(requests))
 
 
 def _version(path: Path) -> tuple[int, int] | None:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from prefixcache.cli.options import Float32
+from prefixcache.cli.options import AdapterPath, Float32
 
 DRAWS = 6  # of a window, where there are windows enough: then its prefix is prefilled less often
 
@@ -20,9 +20,7 @@ class Calibration:
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="A model's folder, or its name on Hugging Face.", show_default=False)
     ] = ""
-    adapter: Annotated[
-        str | None, typer.Option("--adapter-path", metavar="PATH", help="The folder of a LoRA adapter.")
-    ] = None
+    adapter: AdapterPath = None
     texts: Annotated[
         list[Path] | None,
         typer.Option(

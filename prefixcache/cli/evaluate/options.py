@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from prefixcache.cli.evaluate.texts import NAMES, depths_of
-from prefixcache.cli.options import AsJson, Float32
+from prefixcache.cli.options import AsJson, Float32, Plot
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,4 @@ class EvaluationOutput:
 
     as_json: AsJson = False
     in_markdown: Annotated[bool, typer.Option("--markdown", help="The tables as Markdown.")] = False
-    plot: Annotated[
-        Path | None, typer.Option(metavar="OUT", help="Draw it: OUT.png, OUT.svg, or both without a suffix.")
-    ] = None
+    plot: Plot = None

@@ -12,6 +12,7 @@ from typing import Annotated, NamedTuple, get_args
 import typer
 
 from prefixcache.byte_sizes import parse_size
+from prefixcache.cli.options import AsJson, Plot
 from prefixcache.cli.plan.shapes import SHAPES
 from prefixcache.cli.text import Refused
 from prefixcache.settings import BASIS_DIR, Settings
@@ -233,10 +234,8 @@ class TraceOptions:
 class OutputOptions:
     """Where the numbers go."""
 
-    as_json: Annotated[bool, typer.Option("--json", help="All numbers as one JSON object.")] = False
-    plot: Annotated[
-        Path | None, typer.Option(metavar="OUT", help="Draw it: OUT.png, OUT.svg, or both without a suffix.")
-    ] = None
+    as_json: AsJson = False
+    plot: Plot = None
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a report, one HTML page.")] = None
 
 

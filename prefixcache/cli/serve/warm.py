@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from prefixcache.cache import PrefixCache
-from prefixcache.cli.options import flag_of, with_options
+from prefixcache.cli.options import AdapterPath, flag_of, with_options
 from prefixcache.cli.progress import bar
 from prefixcache.cli.running.admin_client import KeyFile
 from prefixcache.cli.running.warm import warm_live
@@ -54,7 +54,7 @@ class WarmOptions:
     model: Annotated[
         str | None, typer.Option(metavar="MODEL", help="The model's folder, or its name on Hugging Face.")
     ] = None
-    adapter_path: Annotated[str | None, typer.Option(metavar="PATH", help="The folder of a LoRA adapter.")] = None
+    adapter_path: AdapterPath = None
     chat_template: Annotated[
         str | None, typer.Option(metavar="TEXT", help="A chat template in the place of the model's own.")
     ] = None
