@@ -115,14 +115,6 @@ class CodeBuffer(RowBuffer):
     __slots__ = ()
 
     @property
-    def codes(self) -> mx.array | None:
-        return self.arrays[0] if self.arrays is not None else None
-
-    @property
-    def scales(self) -> mx.array | None:
-        return self.arrays[1] if self.arrays is not None else None
-
-    @property
     def capacity(self) -> int:
         return self.arrays[0].shape[2] if self.arrays is not None else 0
 

@@ -71,6 +71,7 @@ def test_a_spec_that_cannot_be_read_is_named(spec: dict[str, Any], message: str)
         ("turboquant", TurboQuant()),
         ("turboquant:3", TurboQuant(3, 3)),
         (" TurboQuant:4:3", TurboQuant(4, 3)),
+        ("RAW ", Raw()),
         ("turboquant:4:3:plain", TurboQuant(4, 3, levelling=False)),
         ("turboquant:3:fp16_layers=2:sink_tokens=4:seed=1", TurboQuant(3, 3, fp16_layers=2, sink_tokens=4, seed=1)),
         ("raw", Raw()),
@@ -96,6 +97,9 @@ def test_a_setting_names_a_codec(value: Any, codec: Codec | None) -> None:
         "turboquant:seed=x",
         "turboquant:seed=1_0",
         "turboquant:4:seed=1:seed=2",
+        "turboquant:",
+        "turboquant 4",
+        "4",
     ],
 )
 def test_a_text_that_names_no_codec_says_what_to_write(value: str) -> None:
@@ -109,6 +113,7 @@ def test_another_type_is_no_codec(value: Any) -> None:
         as_codec(value)
 
 
-def test_a_setting_of_a_bad_depth_names_it() -> None:
-    with pytest.raises(ValueError, match="value_bits=5"):
-        as_codec("turboquant:4:5")
+@pytest.mark.parametrize(("value", "named"), [("turboquant:4:5", "value_bits=5"), ("turboquant:16", "key_bits=16")])
+def test_a_setting_of_a_bad_depth_names_it_and_says_what_to_choose(value: str, named: str) -> None:
+    with pytest.raises(ValueError, match=f"{named}.*choose"):
+        as_codec(value)

@@ -31,26 +31,9 @@ CONSTANT_BELOW = 8  # inputs of fewer elements are passed in Metal's constant ad
 # stays at one place, by which an exchange is known.
 FLAGS = ["-std=c++17", "-O0", "-w", "-ffp-contract=off", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE"]
 FLAGS += ["-fuse-ld=gold"] if shutil.which("ld.gold") else []  # links in a third of the time
-METAL_TYPES = {
-    "float16": "float16_t",
-    "bfloat16": "bfloat16_t",
-    "float32": "float",
-    "uint32": "uint32_t",
-    "uint16": "uint16_t",
-    "uint8": "uint8_t",
-    "int32": "int32_t",
-    "bool": "bool",
-}
-CUDA_TYPES = {
-    "float16": "__half",
-    "bfloat16": "__nv_bfloat16",
-    "float32": "float",
-    "uint32": "uint32_t",
-    "uint16": "uint16_t",
-    "uint8": "uint8_t",
-    "int32": "int32_t",
-    "bool": "bool",
-}
+COMMON_TYPES = {"float32": "float", "bool": "bool", **{n: f"{n}_t" for n in ("uint32", "uint16", "uint8", "int32")}}
+METAL_TYPES = COMMON_TYPES | {"float16": "float16_t", "bfloat16": "bfloat16_t"}
+CUDA_TYPES = COMMON_TYPES | {"float16": "__half", "bfloat16": "__nv_bfloat16"}
 
 BY_VALUE = {"shape": "int", "strides": "int64_t"}
 

@@ -145,7 +145,7 @@ def test_what_is_stored_of_a_live_cache_is_its_own_bits_and_so_is_what_comes_bac
         assert [layer.offset for layer in back] == [700, 700]
         for a, b in zip(live, back, strict=True):
             assert (a.choice, a.kind) == (b.choice, b.kind)
-            assert b._layer.codes.codes.shape[2] == 1024
+            assert b._layer.codes.capacity == 1024
         assert cache.store(LONG, back, model="m").new_tokens == 0
         cache.check_integrity()
 
@@ -218,7 +218,7 @@ def test_wrappers_give_live_caches_too(cache: PrefixCache) -> None:
     one = entry.layers[1]
     assert one.trim(100) == 100
     assert same_bits([_trimmed(live[1], 600)], [one.live(room=1000)])
-    assert one.live(room=1000)._layer.codes.codes.shape[2] == 2048
+    assert one.live(room=1000)._layer.codes.capacity == 2048
     assert same_bits(live, entry.live())
     assert entry.trim(700) == 700
     assert [layer.offset for layer in entry.live()] == [0, 0]

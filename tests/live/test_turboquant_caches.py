@@ -645,6 +645,5 @@ def words_that_differ(one, other):
     rows = min(one.offset, other.offset)
     if not rows:
         return 0.0
-    return float(
-        np.mean(np.array(one._layer.codes.codes[:, :, :rows]) != np.array(other._layer.codes.codes[:, :, :rows]))
-    )
+    words, others = (np.array(cache._layer.codes.arrays[0][:, :, :rows]) for cache in (one, other))
+    return float(np.mean(words != others))
