@@ -44,6 +44,13 @@ class Piece(NamedTuple):
     def end(self) -> int:
         return self.at + self.tokens
 
+    def is_followed_by(self, other: Piece) -> bool:
+        """Tell whether both can be decoded in one launch: neighbours of one codec, with levels only where equally long."""
+        if (self.codec, self.end) != (other.codec, other.at) or self.rows is not None or other.rows is not None:
+            return False
+        levelled = self.levels is not None
+        return levelled == (other.levels is not None) and (not levelled or self.tokens == other.tokens)
+
     def decoding(self, rows: Array) -> Decoding:
         """Return the work that brings the piece into `rows` (heads, tokens, width), on the CPU."""
         return Decoding(self.planes, rows, Levels.unpacked(self.levels) if self.levels is not None else None)
@@ -147,12 +154,7 @@ def _runs(pieces: list[Piece]) -> list[list[Piece]]:
     """Pieces of one codec that follow each other; where they have levels, of equally many tokens."""
     runs: list[list[Piece]] = []
     for piece in pieces:
-        last = runs[-1][-1] if runs else None
-        alike = last is not None and (last.codec, last.end) == (piece.codec, piece.at)
-        alike = alike and piece.rows is None and last is not None and last.rows is None
-        if alike and last is not None and piece.levels is not None:
-            alike = last.levels is not None and last.tokens == piece.tokens
-        if alike and last is not None and (last.levels is None) == (piece.levels is None):
+        if runs and runs[-1][-1].is_followed_by(piece):
             runs[-1].append(piece)
         else:
             runs.append([piece])

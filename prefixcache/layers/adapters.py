@@ -9,7 +9,7 @@ business.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import mlx.core as mx
@@ -164,8 +164,12 @@ def _unused(layout: Layout, offset: int) -> Leaf:
     return Leaf(layout, offset or None)
 
 
-def _offset(layout: Layout, boundary: int) -> int:
-    return 0 if layout["streams"] is None else boundary
+def _with_rows(cls: type, layout: Layout, boundary: int, streams: Mapping[str, Any]) -> Any:
+    """Make an object of the layout's class for this boundary, with the streams of keys and values, where there are some."""
+    cache = blank(cls, layout["attrs"])
+    cache.keys, cache.values = streams.get("keys"), streams.get("values")
+    cache.offset = 0 if layout["streams"] is None else boundary
+    return cache
 
 
 def _position(value: Any, at: str, cache: Any) -> int:
@@ -214,16 +218,11 @@ class Sliceable(Adapter):
         return boundary if not self.spare else -(-(boundary + room + BLOCK) // BLOCK) * BLOCK
 
     def make(self, cls: type, layout: Layout, boundary: int, streams: dict[str, mx.array]) -> Any:
-        cache = blank(cls, layout["attrs"])
-        cache.keys = cache.values = None
-        cache.offset = _offset(layout, boundary)
-        for part in PARTS if streams else ():
-            if self.exact:
-                rows = [streams[name] for name in sorted(streams) if name.startswith(part + ".")]
-                setattr(cache, part, tuple(rows))
-            else:
-                setattr(cache, part, streams[part])
-        return cache
+        if not self.exact or not streams:
+            return _with_rows(cls, layout, boundary, streams)
+        names = {part: sorted(name for name in streams if name.startswith(part + ".")) for part in PARTS}
+        rows = {part: tuple(streams[name] for name in names[part]) for part in PARTS}
+        return _with_rows(cls, layout, boundary, rows)
 
 
 class Compressed(Adapter):
@@ -309,9 +308,7 @@ class Rotating(Adapter):
         return min(boundary, layout["window"][0])
 
     def make(self, cls: type, layout: Layout, boundary: int, streams: dict[str, mx.array]) -> Any:
-        cache = blank(cls, layout["attrs"])
-        cache.keys, cache.values = streams.get("keys"), streams.get("values")
-        cache.offset = _offset(layout, boundary)
+        cache = _with_rows(cls, layout, boundary, streams)
         cache._idx = cache.keys.shape[2] if streams else cache.offset
         size, keep, _ = layout["window"]
         if streams and boundary > size:
@@ -350,9 +347,7 @@ class Chunked(Adapter):
         return max(-(-(boundary - Window(*layout["window"]).first(boundary)) // BLOCK), 1) * BLOCK
 
     def make(self, cls: type, layout: Layout, boundary: int, streams: dict[str, mx.array]) -> Any:
-        cache = blank(cls, layout["attrs"])
-        cache.keys, cache.values = streams.get("keys"), streams.get("values")
-        cache.offset = _offset(layout, boundary)
+        cache = _with_rows(cls, layout, boundary, streams)
         cache.start_position = Window(*layout["window"]).first(cache.offset)
         return cache
 

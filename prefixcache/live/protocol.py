@@ -90,6 +90,18 @@ class LiveCache:
         hook_for(cache._layer)
         return cache
 
+    @classmethod
+    def of_layer(cls, layer: CodedLayer) -> Self:
+        """Make the cache of these rows."""
+        cache = cls.__new__(cls)
+        cache._adopt(layer)
+        hook_for(layer)
+        return cache
+
+    def _adopt(self, layer: CodedLayer) -> None:
+        """Be this layer's cache."""
+        self._layer = layer
+
     def copy(self) -> Self:
         """Return another cache of the same rows. It costs nothing until one of the two changes, which the other never
         shows.

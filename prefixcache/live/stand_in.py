@@ -58,21 +58,7 @@ def _refusing(name: str) -> Any:
     return operator
 
 
-for _name in (
-    "add",
-    "sub",
-    "mul",
-    "matmul",
-    "truediv",
-    "pow",
-    "and",
-    "or",
-    "xor",
-    "lshift",
-    "rshift",
-    "mod",
-    "floordiv",
-):
+for _name in "add sub mul matmul truediv pow and or xor lshift rshift mod floordiv".split():  # noqa: SIM905
     for _form in (f"__{_name}__", f"__r{_name}__"):
         setattr(CodesStandIn, _form, _refusing(_form))
 for _name in ("neg", "abs", "invert", "bool", "float", "int", "lt", "le", "gt", "ge"):

@@ -131,10 +131,7 @@ class TurboQuantKVCache(LiveCache):
 
         `sinks`: keys and values (B, heads, choice.sink_tokens, width) as they are, where the choice keeps some.
         """
-        cache = cls.__new__(cls)
-        cache._layer = CodedLayer.of_codes(choice, kind, runs, codes, rows, sinks)
-        hook_for(cache._layer)
-        return cache
+        return cls.of_layer(CodedLayer.of_codes(choice, kind, runs, codes, rows, sinks))
 
     def __repr__(self) -> str:
         return f"TurboQuantKVCache({self._layer.choice}, {self._layer.rows} tokens, attend={self.attends!r})"
@@ -246,9 +243,7 @@ class BatchTurboQuantKVCache(LiveCache):
     def extract(self, idx: int) -> TurboQuantKVCache:
         """Return one sequence, by itself."""
         chosen([idx], self._layer.batch)
-        cache = TurboQuantKVCache.__new__(TurboQuantKVCache)
-        cache._layer = batching.sequence(self._layer, idx)
-        return cache
+        return TurboQuantKVCache.of_layer(batching.sequence(self._layer, idx))
 
     @classmethod
     def merge(cls, caches: Sequence[TurboQuantKVCache]) -> BatchTurboQuantKVCache:
@@ -263,10 +258,7 @@ class BatchTurboQuantKVCache(LiveCache):
                 raise TypeError(f"{type(cache).__name__} and TurboQuantKVCache in one batch: convert all, or none")
             if cache._layer.batch > 1:
                 raise ValueError(f"a cache of {cache._layer.batch} sequences can't be merged: one sequence each")
-        batch = cls.__new__(cls)
-        batch._adopt(batching.merged([cache._layer for cache in caches]))
-        hook_for(batch._layer)
-        return batch
+        return cls.of_layer(batching.merged([cache._layer for cache in caches]))
 
     @property
     def state(self) -> list[mx.array]:

@@ -36,6 +36,14 @@ def _threads_as_they_were() -> Iterator[None]:
     set_threads(before)
 
 
+def encode(rows: Array, dtype: str, form: Form, levels: Levels | None, codes: Array, scales: Array) -> None:
+    turboquant_c.encode_all([Encoding(rows, (codes, scales), levels)], dtype, form)
+
+
+def decode(codes: Array, scales: Array, dtype: str, form: Form, levels: Levels | None, rows: Array) -> None:
+    turboquant_c.decode_all([Decoding((codes, scales), rows, levels)], dtype, form)
+
+
 def cast(values: Array, dtype: str) -> Array:
     with np.errstate(all="ignore"):
         single = values.astype(np.float32)
@@ -96,7 +104,7 @@ def assert_same_codes(rows: Array, dtype: str, form: Form, levels: Levels | None
     of_codes = strided((tokens, heads, words_of(width, form.codebook.bits)), np.dtype(np.uint32), rng)
     of_scales = strided((tokens, heads), np.dtype(np.uint16), rng)
     wanted_codes, wanted_scales = twin(*of_codes), twin(*of_scales)
-    turboquant_c.encode(rows, dtype, form, levels, of_codes[1], of_scales[1])
+    encode(rows, dtype, form, levels, of_codes[1], of_scales[1])
     turboquant_numpy.encode(rows, dtype, form, levels, wanted_codes[1], wanted_scales[1])
     assert np.array_equal(of_codes[0], wanted_codes[0])
     assert np.array_equal(of_scales[0], wanted_scales[0])
@@ -108,7 +116,7 @@ def assert_same_rows(
     tokens, heads = scales.shape
     buffer, rows = strided((heads, tokens, form.width), element(dtype).numpy, rng)
     wanted, wanted_rows = twin(buffer, rows)
-    turboquant_c.decode(codes, scales, dtype, form, levels, rows)
+    decode(codes, scales, dtype, form, levels, rows)
     turboquant_numpy.decode(codes, scales, dtype, form, levels, wanted_rows)
     assert np.array_equal(buffer, wanted)
 
@@ -208,12 +216,12 @@ def test_a_last_axis_with_gaps_is_copied() -> None:
     rows = rng.standard_normal((9, 2, 128)).astype(np.float16)[..., ::2]
     codes, scales = np.zeros((9, 2, 12), np.uint32)[..., ::2], np.zeros((9, 4), np.uint16)[:, ::2]
     wanted = np.empty((9, 2, 6), np.uint32), np.empty((9, 2), np.uint16)
-    turboquant_c.encode(rows, "float16", form, None, codes, scales)
+    encode(rows, "float16", form, None, codes, scales)
     turboquant_numpy.encode(rows, "float16", form, None, *wanted)
     assert np.array_equal(codes, wanted[0])
     assert np.array_equal(scales, wanted[1])
     back, wanted_back = np.zeros((2, 9, 128), np.float16)[..., ::2], np.empty((2, 9, 64), np.float16)
-    turboquant_c.decode(codes, scales, "float16", form, None, back)
+    decode(codes, scales, "float16", form, None, back)
     turboquant_numpy.decode(codes, scales, "float16", form, None, wanted_back)
     assert np.array_equal(back, wanted_back)
 
@@ -256,10 +264,10 @@ def test_arrays_that_do_not_fit_are_refused(change: dict, said: str) -> None:
         "rows": np.zeros((2, 4, 128), np.float16),
     } | change
     with pytest.raises(ValueError, match=said):
-        turboquant_c.decode(**given)
+        decode(**given)
     given["rows"] = given["rows"].swapaxes(0, 1)
     with pytest.raises(ValueError, match=said):
-        turboquant_c.encode(**given)
+        encode(**given)
 
 
 def test_outputs_that_cannot_be_written_are_refused() -> None:
@@ -272,10 +280,10 @@ def test_outputs_that_cannot_be_written_are_refused() -> None:
         output.flags.writeable = False
         if output is rows:
             with pytest.raises(ValueError, match="read-only"):
-                turboquant_c.decode(codes, scales, "float16", FORM, None, rows)
+                decode(codes, scales, "float16", FORM, None, rows)
         else:
             with pytest.raises(ValueError, match="read-only"):
-                turboquant_c.encode(rows, "float16", FORM, None, codes, scales)
+                encode(rows, "float16", FORM, None, codes, scales)
         output.flags.writeable = True
 
 

@@ -234,25 +234,12 @@ def _leveller(levels: Levels, factor: Array, width: int) -> _Leveller:
 # -- calls -----------------------------------------------------------------------------------------------------------------
 
 
-def encode(rows: Array, dtype: str, form: Form, levels: Levels | None, codes: Array, scales: Array) -> None:
-    """(tokens, heads, width), bf16 as uint16 -> into codes uint32 (tokens, heads, words), scales uint16 (tokens, heads).
-
-    All three may be strided. ValueError for arrays of other shapes or dtypes, and where `takes(form)` is False.
-    """
-    encode_all([Encoding(rows, (codes, scales), levels)], dtype, form)
-
-
-def decode(codes: Array, scales: Array, dtype: str, form: Form, levels: Levels | None, rows: Array) -> None:
-    """Codes (tokens, heads, words), scales (tokens, heads), as `encode` gives -> into rows (heads, tokens, width).
-
-    All may be strided; bf16 rows are uint16. ValueError for arrays of other shapes or dtypes, and where `takes(form)` is
-    False.
-    """
-    decode_all([Decoding((codes, scales), rows, levels)], dtype, form)
-
-
 def encode_all(batch: Sequence[Encoding], dtype: str, form: Form) -> None:
-    """`encode` of each; in one call, because threads share out the whole of it."""
+    """Encode rows, bf16 as uint16, into codes uint32 (tokens, heads, words) and scales uint16 (tokens, heads), each of the
+    batch; in one call, because threads share out the whole of it.
+
+    All arrays may be strided. ValueError for arrays of other shapes or dtypes, and where `takes(form)` is False.
+    """
     work = _Work("turboquant_encode")
     for rows, (codes, scales), levels in batch:
         leveller = _NOT_LEVELLED if levels is None else _encoding_levels(levels, form.width)
@@ -262,7 +249,7 @@ def encode_all(batch: Sequence[Encoding], dtype: str, form: Form) -> None:
 
 
 def decode_all(batch: Sequence[Decoding], dtype: str, form: Form) -> None:
-    """`decode` of each; in one call, because threads share out the whole of it."""
+    """Decode what `encode_all` gives into rows (heads, tokens, width), each of the batch. ValueError as there."""
     work = _Work("turboquant_decode")
     for (codes, scales), rows, levels in batch:
         leveller = plain_spread(form) if levels is None else _decoding_levels(levels, form)
