@@ -114,9 +114,7 @@ class Gradients:
 
 @contextmanager
 def _training(model: nn.Module) -> Iterator[None]:
-    """Put the model into training, as mlx-lm does: recurrent layers then do without kernels of theirs that have no
-    gradient.
-    """
+    """Train as mlx-lm does: recurrent layers then do without kernels of theirs that have no gradient."""
     before = model.training
     model.train()
     try:

@@ -147,9 +147,7 @@ def _as_rows(array: mx.array) -> Array:
 
 
 def _error(rows: list[Array], rotation: Rope) -> float:
-    """Return how far rows at POSITIONS are from those at 0 once `rotation` is undone, relative to their length; nan if they
-    are.
-    """
+    """Return how far rows at POSITIONS are from those at 0 once `rotation` is undone, by their length; nan if they are."""
     first, *others = (rotation.undo(row, position) for row, position in zip(rows, (0, *POSITIONS), strict=True))
     length = np.linalg.norm(first)
     return max(float(np.linalg.norm(other - first) / length) if length else np.nan for other in others)
@@ -202,9 +200,7 @@ def measure(module: nn.Module, width: int) -> Rope | None:
 
 
 def _turned_units(module: nn.Module, width: int, position: int) -> Array:
-    """Return rows: row i is what the unit vector i becomes at `position`: float32 (width, width). The CPU's cosines are
-    exact.
-    """
+    """Return what each unit vector becomes at `position`, a row each: float32 (width, width). The CPU's cosines are exact."""
     with mx.stream(mx.cpu):
         turned = module(mx.eye(width)[None, :, None], offset=position)
         return np.array(turned.astype(mx.float32)).reshape(width, width)

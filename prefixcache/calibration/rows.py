@@ -27,9 +27,7 @@ def prefilled(model: nn.Module, tokens: Sequence[int]) -> list[Any]:
 
 
 def joined_rows(prompt_cache: Sequence[Any], layers: Sequence[Layer], first: int) -> Array:
-    """Return the rows of tokens from `first` on: float32 (tokens, channels), for each layer its keys with RoPE undone,
-    then its values.
-    """
+    """Return rows from token `first` on, float32 (tokens, channels): each layer's keys with RoPE undone, then its values."""
     tokens = prompt_cache[layers[0].index].offset - first
     rows = np.empty((tokens, sum(layer.channels for layer in layers)), np.float32)
     start = 0

@@ -55,9 +55,7 @@ class Text(NamedTuple):
 
 
 def default_texts() -> list[Text]:
-    """Return the corpus, then code, then prose. The same on every call; a module or package that isn't installed is
-    left out.
-    """
+    """Return the corpus, then code, then prose: the same on every call. What isn't installed is left out."""
     return [*_corpus(), *_code(), *_descriptions(), *_docstrings()]
 
 
@@ -171,9 +169,7 @@ def _docstrings() -> Iterator[Text]:
 
 
 def _pieces(texts: list[list[int]], size: int) -> list[list[list[int]]]:
-    """Return each text cut into pieces of `size` tokens; at the end, as one more text, what is left of all, joined and
-    cut.
-    """
+    """Return each text cut into pieces of `size` tokens; at the end, as one more text, the rest of all, joined and cut."""
 
     def cut(ids: list[int]) -> list[list[int]]:
         return [ids[i : i + size] for i in range(0, len(ids) - size + 1, size)]
@@ -183,9 +179,7 @@ def _pieces(texts: list[list[int]], size: int) -> list[list[list[int]]]:
 
 
 def _turns(room: dict[str, int], count: int) -> list[str]:
-    """Return the kinds of `count` windows: the next is always of the kind that is furthest behind its share and has some
-    left.
-    """
+    """Return the kinds of `count` windows: the next is always of the kind furthest behind its share that has some left."""
     given = dict.fromkeys(room, 0)
     turns = []
     for _ in range(count):
@@ -205,9 +199,7 @@ def _spread_over_kinds(turns: list[str], count: int) -> set[int]:
 
 
 def _spread(texts: list[list[list[int]]], count: int) -> list[list[int]]:
-    """Take `count` pieces: equally many of each text that has so many, evenly spaced in it. The first of each text come
-    first.
-    """
+    """Take `count` pieces, equally many of each text that has them, evenly spaced. The first of each text come first."""
     given = [0] * len(texts)
     while sum(given) < count:
         open_texts = [i for i, pieces in enumerate(texts) if given[i] < len(pieces)]

@@ -36,9 +36,7 @@ LATER = {  # by name, the module that has the function of that name
 
 
 class Command(TyperCommand):
-    """A command whose help has each option's name whole, on a line of its own where it is long. typer's tables cut names at
-    80 columns.
-    """
+    """A command whose help has each option's name whole, where typer's tables cut it at 80 columns."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the arguments, then the options, each below the heading that it names."""

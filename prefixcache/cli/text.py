@@ -63,9 +63,7 @@ def print_json(value: dict[str, Any]) -> None:
 
 
 def safe(text: str) -> str:
-    """Return the text with control characters, line ends, and characters that are invisible or turn the direction, as
-    escapes.
-    """
+    """Return the text with escapes for control characters, line ends, and what is invisible or turns the direction."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 

@@ -58,9 +58,7 @@ def _plain(value: Any) -> Any:
 
 
 def quotes_nothing(record: logging.LogRecord) -> bool:
-    """Filter records: keep mlx-lm's errors without the request's body that they quote, and without its DEBUG lines, which
-    quote all.
-    """
+    """Take the request's body out of mlx-lm's errors, and refuse its DEBUG lines, which quote all. A filter."""
     if record.pathname.replace("\\", "/").endswith(_SERVER):
         if record.levelno <= logging.DEBUG:
             return False

@@ -119,9 +119,7 @@ class Counters:
         self.ram_hit_tokens += depth - ssd - remote
 
     def promoted_from_remote(self, slot: Slot, first: int) -> None:
-        """Count an image that came from the remote tier, without which a hit would have ended at token `first`, or at its
-        block's.
-        """
+        """Count an image of the remote tier, without which a hit would have ended at token `first`, or at its block's."""
         self.remote_promoted_images += 1
         self.arrivals_remote.arrived(slot, max(first, slot.node.start if slot.kind == "rows" else 0))
 

@@ -81,9 +81,7 @@ def _reuse(requests: Iterable[Request]) -> _Reuse:
 
 
 def _next_use(ids: np.ndarray, since: np.ndarray, stores: np.ndarray) -> np.ndarray:
-    """Return the next request with the same id, for each id of a request; NEVER for the last and for what wasn't stored so
-    far.
-    """
+    """Return the next request with the same id, for each id of a request; NEVER for the last and for what isn't stored."""
     order = np.argsort(ids, kind="stable")
     by_id, when = ids[order], since[order]
     first = np.flatnonzero(np.diff(by_id, prepend=by_id[:1] - 1))

@@ -267,9 +267,7 @@ class _Traced(Exception):
 
 
 def _probes(model: Any, lengths: Sequence[int]) -> list[_Probe]:
-    """Return the prompt cache after prompts of these lengths. Nothing is evaluated: MLX refuses to while it traces a
-    function.
-    """
+    """Return the prompt cache after prompts of these lengths. Nothing is evaluated: MLX refuses to while it traces."""
     from mlx_lm.models.cache import make_prompt_cache
 
     probes: list[_Probe] = []

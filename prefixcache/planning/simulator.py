@@ -353,9 +353,7 @@ class Prompts:
 
 
 def tokens_of(request: Request, block: int) -> bytes:
-    """Return tokens (raw int64 bytes) that stand for a request's ids: each id has `block` of its own, and the last may be
-    cut.
-    """
+    """Return tokens (raw int64 bytes) for a request's ids: each id has `block` of its own, and the last may be cut."""
     return _joined(request.ids, [block] * len(request.ids), request.tokens)
 
 

@@ -39,9 +39,7 @@ class StateSizes:
         return self._image_bytes("rows", start, shape, lambda: (self.plan.rows_specs(start, tokens, coded), "{}"))
 
     def window_bytes(self, start: int, mask: tuple[int, ...], coded: bool = True) -> int:
-        """Return the bytes of the window image with these of the block's tokens, one bit each, for each window of
-        `plan.windows`.
-        """
+        """Return the bytes of the window image with these tokens of the block, a bit each, for each of `plan.windows`."""
         sunk = tuple(tokens & self.plan.sunk(start) for tokens in mask)
         return self._image_bytes(
             "window", start, (mask, sunk, coded), lambda: (self.plan.window_specs(mask, start, coded), extra_of(mask))
@@ -95,9 +93,7 @@ class StateSizes:
         return self.raw_bytes_per_token / self.bytes_per_token if self.raw_bytes_per_token else None
 
     def windows_bytes(self, tokens: int, first: int = 0) -> int:
-        """Return the bytes of all window images, from the block at token `first` on, of a prompt that is stored once
-        after a generation.
-        """
+        """Return the bytes of a prompt's window images from token `first` on, stored once after a generation."""
         windows = [(held_rows(window, tokens), window.keep) for window in self.plan.windows]
         total = 0
         for start in range(first, tokens, BLOCK) if windows else ():
@@ -123,9 +119,7 @@ class StateSizes:
         return rows + self.windows_bytes(tokens) + self.snapshot_bytes(last_block, tokens - last_block)
 
     def live_bytes(self, tokens: int) -> int:
-        """Return the bytes of the same prompt in a live cache of mlx-lm's after a generation, without the room that it
-        grows into.
-        """
+        """Return the bytes of the same prompt in mlx-lm's live cache after a generation, without the room to grow."""
         rows = 0
         for leaf in self.state.leaves(tokens):
             rows += sum(last - first for first, last in leaf.held) * row_bytes(leaf.layout)

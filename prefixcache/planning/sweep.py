@@ -47,9 +47,7 @@ class Workload(NamedTuple):
 
 
 class Known(NamedTuple):
-    """What needs no run: outcomes that are there already, and the bytes of a RAM that never evicts, None where those are
-    not known.
-    """
+    """What needs no run: outcomes that are there, and the bytes of a RAM that never evicts, None where not known."""
 
     outcomes: Mapping[Cell, CellOutcome] = {}
     most: int | None = None
@@ -246,9 +244,7 @@ def _run_in_pool(workload: Workload, runs: list[Any], count: int, report: Report
 
 
 def _submit(pool: ProcessPoolExecutor, jobs: list[tuple[int, Workload, Any, AnyRun]]) -> list[Future[Any]]:
-    """Submit jobs. Ctrl-C is for the first process alone: those that are spawned here never see it, not even while they
-    start.
-    """
+    """Submit jobs. Ctrl-C is for the first process alone: those spawned here never see it, not even while they start."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         return [pool.submit(_run_in_process, *job) for job in jobs]

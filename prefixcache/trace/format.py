@@ -68,9 +68,7 @@ def block_keys(root: bytes, token_bytes: bytes, known: Sequence[bytes] = ()) -> 
 
 
 def block_ids(secret: bytes, keys: Sequence[bytes]) -> list[int]:
-    """Return one id for each key: a keyed hash, 0 to 2**53 - 1. Without the secret nobody gets from an id to tokens
-    or a key.
-    """
+    """Return an id for each key: a keyed hash, 0 to 2**53 - 1. Without the secret it leads to no tokens and no key."""
     ids = []
     keyed = hashlib.blake2b(digest_size=8, key=secret)
     for key in keys:

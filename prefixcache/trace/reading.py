@@ -277,9 +277,7 @@ def _ids_of(line: Line) -> str:
 
 
 def _block_of(path: Path, lines: list[tuple[int, Line]]) -> int:
-    """Return the tokens an id, from lengths and numbers of ids: 512 (Mooncake's), the only power of two, or the only
-    number at all.
-    """
+    """Return the tokens an id, by lengths and numbers of ids: 512 (Mooncake's), the only power of two, the only number."""
     least, most = 1, MAX
     for number, line in lines:
         count = len(line.ids)
@@ -298,9 +296,7 @@ def _block_of(path: Path, lines: list[tuple[int, Line]]) -> int:
 
 
 def _split(path: Path) -> Iterator[tuple[bytes, bool]]:
-    """Yield the file's lines and whether each is whole: not what follows the last newline, nor the end of a gzip stream
-    cut off.
-    """
+    """Yield the lines and whether each is whole: not what follows the last newline, nor the end of a cut gzip stream."""
     rest = b""
     number = 1
     with _opened(path) as file:

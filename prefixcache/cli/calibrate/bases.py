@@ -20,9 +20,7 @@ Facts = dict[str, Any]
 
 
 def facts_of(folder: Path) -> Facts:
-    """Return the files, newest first: a server takes a model's first. `error` is None of a basis, and the reason of
-    others.
-    """
+    """Return the files, newest first, as a server takes them. `error` is None of a basis, and the reason of others."""
     return {"folder": str(folder), "now": time.time(), "bases": list(map(_facts, Bases(folder).files()))}
 
 

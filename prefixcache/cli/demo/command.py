@@ -149,9 +149,7 @@ def _by_place(result: Result) -> dict[tuple[int, int], Turn]:
 
 
 def _difference(turn: Turn, cold: Turn, dtype: str) -> str:
-    """Return how an answer differs from the cold one, "" when it doesn't, or only from a token on that rounding may
-    decide.
-    """
+    """Return how an answer differs from the cold one, "" when it doesn't, or only from where rounding may decide."""
     answer, expected = turn["answer"], cold["answer"]
     if answer == expected:
         return ""

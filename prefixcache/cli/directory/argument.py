@@ -34,9 +34,7 @@ class Target:
     admin_key_file: KeyFile = None
 
     def check(self, of_directory: dict[str, Any], of_url: dict[str, Any]) -> None:
-        """Raise Refused unless there is one of the two, and no option that goes with the other. Options are given by their
-        names.
-        """
+        """Raise Refused unless there is one of the two, and no option (given by its name) that goes with the other."""
         if (self.directory is None) == (self.url is None):
             both = "DIR with --url" if self.directory is not None else "neither DIR nor --url"
             raise Refused(f"{both}: name the directory of a cache that is closed, or the server that has one open")

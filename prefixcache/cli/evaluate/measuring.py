@@ -113,9 +113,7 @@ def measure(
 
 
 def _basis_bytes(codecs: Mapping[str, Codec], model: str, folder: Path) -> int:
-    """Return the RAM of the model's basis, where one of the codecs needs it. Refused without: TurboQuant would be
-    measured.
-    """
+    """Return the RAM of the model's basis, where a codec needs it. Refused without one: TurboQuant would be measured."""
     spec = next((spec for spec, codec in codecs.items() if isinstance(codec, Transform)), None)
     if spec is None:
         return 0

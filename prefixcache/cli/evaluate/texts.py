@@ -141,9 +141,7 @@ def _haystack(
 
 
 def hide(text: str, needles: Sequence[str], depths: Sequence[float]) -> str:
-    """Return the text with each needle on a line of its own near its depth: at the next line's end, else after the
-    next word.
-    """
+    """Return the text with each needle on its own line near its depth: at the next line's end, else after the next word."""
     size = len(text)
     for needle, depth in sorted(zip(needles, depths, strict=True), key=lambda pair: -pair[1]):  # the last goes in first
         place = int(depth * size)

@@ -24,9 +24,7 @@ class Where(NamedTuple):
 
 
 def sizes_of(codecs: dict[str, Codec], model: str, state: ModelState, where: Where) -> dict[str, StateSizes]:
-    """Return the sizes with each codec. Refused for a file that is no basis of this model, and for one that no codec
-    needs.
-    """
+    """Return the sizes with each codec. Refused for a file that is no basis of this model or that no codec needs."""
     wanted = [spec for spec, codec in codecs.items() if isinstance(codec, Transform)]
     if where.file is not None and not wanted:
         raise Refused(f"--basis {where.file}: no codec needs one; add --codec transform")

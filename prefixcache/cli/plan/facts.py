@@ -135,9 +135,7 @@ def _weights(state: ModelState) -> int:
 
 
 def trace_facts(trace: Trace, totals: TraceSummary, prompts: np.ndarray, context: int | None) -> Facts:
-    """Return a trace's facts after a pass; `prompts` are the tokens of each, which the model's `context` may be too short
-    for.
-    """
+    """Return a trace's facts after a pass; `prompts` are the tokens of each, which may exceed the model's `context`."""
     return {
         "file": str(trace.path),
         "block": trace.block,

@@ -103,9 +103,7 @@ class AssumedOptions:
     ssd_price: Annotated[float, typer.Option(help="Price of a GB of SSD.")] = 0.4
 
     def checked(self, codecs: Sequence[str]) -> Assumed:
-        """Return the numbers, the decoder's rate by the codec that a trace is run with. Raises Refused for an impossible
-        one.
-        """
+        """Return the numbers, the decoder's rate by the codec that runs a trace. Raises Refused for an impossible one."""
         transform = (codecs or [DEFAULT_CODEC])[0].partition(":")[0] == "transform"
         return Assumed(
             _positive("--prefill-rate", self.prefill_rate),

@@ -130,9 +130,7 @@ def _settings(given: dict[str, Any]) -> Settings:
 
 
 def _message(problem: Any, given: dict[str, Any]) -> str:
-    """Return one of pydantic's errors, with the flag's name where a flag gave the value. Those of `Settings` itself name the
-    setting already.
-    """
+    """Return one of pydantic's errors, with the flag's name where a flag gave the value and it names no setting yet."""
     name, is_ours = ".".join(map(str, problem["loc"][:1])), problem["type"] == "value_error"
     text = str(problem["ctx"]["error"]) if is_ours else problem["msg"]
     if name not in given:

@@ -157,9 +157,7 @@ def _of_use(prompts: list[WarmPrompt], salts: Salts) -> list[WarmPrompt]:
 
 
 def _check(flags: list[str], ours: list[str], warm: list[Path]) -> None:
-    """Raise ValueError for flags that contradict each other or need another: mlx-lm's, and of ours those that choose a
-    codec.
-    """
+    """Raise ValueError for flags of mlx-lm, or of ours that choose a codec, that contradict each other or need another."""
     given = {flag.partition("=")[0] for flag in flags if flag.startswith("-")}
     if "--kv-bits" in given and ours:
         raise ValueError(

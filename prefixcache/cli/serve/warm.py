@@ -297,9 +297,7 @@ def _ranks(adapter: str | None) -> Ranks | None:
 
 @contextmanager
 def _errors_of(ranks: Ranks | None) -> Iterator[None]:
-    """Raise NotWarmed for what ends the work of several: a rank that is gone, one that can't open its cache, other
-    weights on one.
-    """
+    """Raise NotWarmed for what ends the work of all: a rank that is gone, can't open its cache or has other weights."""
     from prefixcache.ranks import OtherWeights
 
     try:
