@@ -165,10 +165,6 @@ class TraceSummary(NamedTuple):
     def mean_tokens(self) -> float:
         return self.tokens / self.requests if self.requests else 0.0
 
-    @property
-    def mean_ids(self) -> float:
-        return self.ids / self.requests if self.requests else 0.0
-
 
 def summary(trace: Iterable[Request]) -> TraceSummary:
     """Read the trace once, in bounded memory, and return what it amounts to."""

@@ -47,37 +47,25 @@ def screen_of(facts: Facts) -> list[Table | Text]:
     parts: list[Table | Text] = [foreign(facts["folder"])]
     rows = [_row(file, facts["now"]) for file in files if file["basis"]]
     if rows:
-        headings = [
-            "model",
-            "hash",
-            "layers in\ngroups",
-            "RAM",
-            "smaller",
-            "KL,\nnats",
-            "KL of\nturboquant:4",
-            "metric",
-            "age",
-        ]
-        parts.append(table(Grid(headings, rows)))
-        parts.append(
-            foreign(
-                f"At quality {QUALITY:g}, on text that the basis had not seen. Smaller: a transformed token than in fp16.",
-                "dim",
-            )
+        note = (
+            f"At quality {QUALITY:g}, on text that the basis had not seen. Smaller: a transformed token than in fp16."
         )
+        parts += [table(Grid([*rows[0]], [[*row.values()] for row in rows])), foreign(note, "dim")]
     return parts + [foreign(f"{file['file']}: {file['error']}", "red") for file in files if file["error"]]
 
 
-def _row(file: Facts, now: float) -> list[str]:
+def _row(file: Facts, now: float) -> dict[str, str]:
+    """Return the cells by their headings."""
     basis = file["basis"]
-    measured = basis["measured"]
-    return [
-        basis["model"].partition("@")[0],
-        basis["hash"][:8],
-        f"{basis['layers']} in {basis['groups']}",
-        size(basis["bytes"]),
-        f"{basis['ratio']:.1f} x",
-        *map(number, (measured["kl"], measured["reference_kl"]) if measured else (None, None)),
-        basis["metric"],
-        age(file["written"], now),
-    ]
+    measured = basis["measured"] or dict.fromkeys(("kl", "reference_kl"))
+    return {
+        "model": basis["model"].partition("@")[0],
+        "hash": basis["hash"][:8],
+        "layers in\ngroups": f"{basis['layers']} in {basis['groups']}",
+        "RAM": size(basis["bytes"]),
+        "smaller": f"{basis['ratio']:.1f} x",
+        "KL,\nnats": number(measured["kl"]),
+        "KL of\nturboquant:4": number(measured["reference_kl"]),
+        "metric": basis["metric"],
+        "age": age(file["written"], now),
+    }
