@@ -12,6 +12,7 @@ from prefixcache.byte_sizes import UNITS, parse_size
 from prefixcache.memory import machine_memory
 from prefixcache.settings import Settings, ram_auto
 
+GB = 1 << 30
 REMEDY = 'write "20GB", "512MiB" or a number of bytes'
 
 
@@ -334,13 +335,18 @@ def test_ram_in_bytes():
     assert Settings(ram="3GB").ram_bytes(16 << 30) == 3 * 10**9
 
 
-@given(st.integers(64, 1 << 42), st.integers(0, 1 << 42))
+@pytest.mark.parametrize(("memory", "weights", "budget"), [(16, 0, 4), (96, 40, 24), (16, 12, 2)])
+def test_auto_leaves_room_for_the_weights_and_running_requests(memory, weights, budget):
+    assert ram_auto(memory * GB, weights * GB) == budget * GB
+
+
+@given(st.integers(0, 1 << 50), st.integers(0, 1 << 50))
 @example(16 << 30, 0)
 @example(16 << 30, 100 << 30)
 def test_auto_is_a_quarter_or_what_the_weights_and_an_eighth_leave(memory, weights):
     budget = ram_auto(memory, weights)
-    assert 0 < budget <= ram_auto(memory) == Settings().ram_bytes(memory) == memory // 4
-    assert budget <= ram_auto(memory, weights // 2)
+    assert memory // 64 <= budget <= ram_auto(memory) == Settings().ram_bytes(memory) == memory // 4
+    assert ram_auto(memory, weights + 1) <= budget <= ram_auto(memory, weights // 2)
     assert budget + weights + memory // 8 <= memory or budget == memory // 64
 
 
