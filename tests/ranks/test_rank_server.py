@@ -19,7 +19,7 @@ import requests
 
 from tests.ranks.rank_serving import COMMAND, RankServer, rank_serving, save_sharded
 from tests.servers.forked import BLAS, OFFLINE, ROOT
-from tests.servers.serving import ask, at_once, chat, text, wait_for
+from tests.servers.serving import ask, at_once, chat, save_adapter, text, wait_for
 from tools.ranks.launch import ring
 
 CASES = {  # what is served, how, and on how many ranks
@@ -264,6 +264,7 @@ def test_errors_of_a_request_are_answered_on_all_ranks(served, models, tmp_path)
         {"model": str(tmp_path / "none")},
         {"top_k": 5000},
         {"model": str(models / "llama"), "adapters": str(tmp_path)},
+        {"model": str(models / "llama"), "adapters": str(save_adapter(tmp_path / "adapter", models / "llama"))},
     ):
         with pytest.raises(openai.APIStatusError):
             served.client.chat.completions.create(

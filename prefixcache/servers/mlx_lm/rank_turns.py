@@ -51,7 +51,7 @@ class RankLoading(Loading):
         """Load a part of a model, once all ranks have found that they can."""
         model, adapter, draft = key
         if adapter is not None or draft is not None:
-            return provider.load_now(*key)  # refused before anything is loaded
+            return provider.models.load_now(*key)  # refuses it, and leaves what is loaded
         self._watch.rest()
         # The ranks wait for each other in the middle of loading: what can be known to fail must fail before.
         try:
