@@ -9,6 +9,7 @@ import json
 import re
 import shutil
 import signal
+import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -295,6 +296,24 @@ def ask(server: Endpoint, messages: list[Message], *, stream: bool = False, **mo
             finish = choice.finish_reason or finish
         usage = chunk.usage or usage
     return _answer(text, finish, usage)
+
+
+def post(server: Endpoint, **body: Any) -> requests.Response:
+    """What a chat request with this body is answered, whatever is wrong with it."""
+    body = {"messages": user("hello"), "max_tokens": 2, **body}
+    return requests.post(f"{server.url}/v1/chat/completions", json=body, timeout=SECONDS)
+
+
+def connected(server: Endpoint) -> socket.socket:
+    host, port = server.url.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), timeout=SECONDS)
+
+
+def answer_to(server: Endpoint, data: bytes) -> bytes:
+    """What the server answers to these bytes, until it closes the connection."""
+    with connected(server) as connection:
+        connection.sendall(data)
+        return b"".join(iter(lambda: connection.recv(1 << 16), b""))
 
 
 def complete(server: Endpoint, prompt: str, **more: Any) -> Answer:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from tests.servers.serving import (
     SECONDS,
     Message,
     Server,
+    answer_to,
     ask,
     at_once,
     chat,
@@ -30,14 +30,8 @@ from tests.servers.serving import (
     user,
 )
 
-BY_KEY = ("--salt-from", "authorization")
+FLAGS = BY_KEY = ("--salt-from", "authorization")  # of `served`
 SHARED = 30  # tokens with which all prompts begin, by the template; within one tenant they may be hit
-
-
-@pytest.fixture(scope="module")
-def served(model: Path) -> Iterator[Server]:
-    with serving(model.parent / "served.log", "--model", model, *BY_KEY) as server:
-        yield server
 
 
 @pytest.fixture(scope="module")
@@ -142,17 +136,9 @@ def test_keys_that_are_no_ascii_and_long_ones_are_keys(served):
 def test_two_authorization_headers_are_refused(served):
     body = json.dumps({"messages": user("hello")})
     head = f"POST /v1/chat/completions HTTP/1.0\r\nContent-Length: {len(body)}\r\n"
-    given = raw(served, f"{head}Authorization: Bearer a\r\nauthorization: Bearer b\r\n\r\n{body}".encode())
+    given = answer_to(served, f"{head}Authorization: Bearer a\r\nauthorization: Bearer b\r\n\r\n{body}".encode())
     assert given.startswith(b"HTTP/1.0 400 ")
     assert b"2 Authorization headers: whose request is it? Send one" in given
-
-
-def raw(server: Server, data: bytes) -> bytes:
-    """What the server answers to these bytes."""
-    host, port = server.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=SECONDS) as connection:
-        connection.sendall(data)
-        return b"".join(iter(lambda: connection.recv(65536), b""))
 
 
 # -- a salt is required -----------------------------------------------------------------------------------------------

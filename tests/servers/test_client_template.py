@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import requests
 from mlx_lm.utils import load_tokenizer
 
 from prefixcache import PrefixCache
 from prefixcache.servers.mlx_lm import client_template
 from prefixcache.servers.mlx_lm.client_template import render
 from prefixcache.servers.request_schema import RequestRefused
-from tests.servers.serving import SECONDS, TINY, Message, Server, ask, save_model, serving, user
+from tests.servers.serving import TINY, Message, Server, ask, post, save_model, serving, user
 from tests.servers.test_requests import Asked, generating
 
 LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}hi"
@@ -88,17 +87,11 @@ def allowing(model: Path) -> Iterator[Server]:
         yield server
 
 
-def post(server: Server, **more: Any) -> requests.Response:
-    body = {"messages": user("hello"), "max_tokens": 2, **more}
-    return requests.post(f"{server.url}/v1/chat/completions", json=body, timeout=SECONDS)
-
-
 @pytest.mark.parametrize("more", [{"chat_template": OWN}, {"chat_template_kwargs": {"chat_template": OWN}}], ids=str)
-def test_a_template_is_refused_unless_it_is_allowed(model, tmp_path, allowing, more):
-    with serving(tmp_path / "log", "--model", model) as server:
-        given = post(server, **more)
-        assert given.status_code == 400
-        assert "--allow-chat-template" in given.json()["error"]["message"]
+def test_a_template_is_refused_unless_it_is_allowed(served, allowing, more):
+    given = post(served, **more)
+    assert given.status_code == 400
+    assert "--allow-chat-template" in given.json()["error"]["message"]
     given = post(allowing, **more)
     own = post(allowing)
     assert given.status_code == own.status_code == 200

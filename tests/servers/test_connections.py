@@ -15,18 +15,12 @@ from pathlib import Path
 import pytest
 
 from prefixcache.servers.mlx_lm.connections import MOST, Connections
-from tests.servers.serving import SECONDS, Server, ask, serve, serving, starting, wait_for
+from tests.servers.serving import Server, answer_to, ask, connected, serve, starting, wait_for
 
 HEAD = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
 ADMIN = "DELETE /prefixcache/images HTTP/1.1\r\nHost: localhost\r\nContent-Length: 60000000\r\n\r\n{"
 USER = [{"role": "user", "content": "hello"}]
 CHAT = json.dumps({"messages": USER, "max_tokens": 2})
-
-
-@pytest.fixture(scope="module")
-def served(model: Path) -> Iterator[Server]:
-    with serving(model.parent / "served.log", "--model", model) as server:
-        yield server
 
 
 def hurried_serve(flags: list[str]) -> None:
@@ -44,19 +38,12 @@ def hurried(model: Path) -> Iterator[Server]:
         yield server.ready()
 
 
-def connected(server: Server) -> socket.socket:
-    host, port = server.url.removeprefix("http://").split(":")
-    return socket.create_connection((host, int(port)), timeout=SECONDS)
-
-
 def answer(connection: socket.socket) -> bytes:
     return b"".join(iter(lambda: connection.recv(1 << 16), b""))
 
 
 def answered(server: Server, text: str) -> tuple[int, str]:
-    with connected(server) as connection:
-        connection.sendall(text.encode("latin-1"))
-        head, _, body = answer(connection).decode().partition("\r\n\r\n")
+    head, _, body = answer_to(server, text.encode("latin-1")).decode().partition("\r\n\r\n")
     return int(head.split()[1]), body
 
 

@@ -20,6 +20,7 @@ from tests.servers.serving import (
     Server,
     ask,
     complete,
+    post,
     save_adapter,
     save_model,
     serve,
@@ -127,8 +128,7 @@ def test_a_prompt_beyond_the_context_is_refused_before_it_is_computed(served, mo
     ids=str,
 )
 def test_a_prompt_that_the_template_cant_read_is_the_clients_fault(served, messages):
-    body = {"messages": messages, "max_tokens": 2}
-    answer = requests.post(f"{served.url}/v1/chat/completions", json=body, timeout=SECONDS)
+    answer = post(served, messages=messages)
     assert answer.status_code == 400
     assert "the prompt can't be read" in answer.json()["error"]["message"]
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 
 from prefixcache.servers.web_access import WebAccess
-from tests.servers.serving import SECONDS, Server, serving
+from tests.servers.serving import Server, answer_to, serving
 
 LOCAL = WebAccess.of("127.0.0.1", "127.0.0.1")
 WIDE = WebAccess.of("0.0.0.0", "0.0.0.0", ["llm.example"])
@@ -111,19 +111,10 @@ class Raw(NamedTuple):
 
 
 def raw(server: Server, method: str, path: str, *headers: str, body: bytes = b"") -> Raw:
-    host, port = server.url.removeprefix("http://").split(":")
     lines = [f"{method} {path} HTTP/1.1", *headers, *([f"Content-Length: {len(body)}"] if body else [])]
-    with socket.create_connection((host, int(port)), timeout=SECONDS) as connection:
-        connection.sendall("\r\n".join(lines).encode() + b"\r\n\r\n" + body)
-        answer = b"".join(iter(lambda: connection.recv(1 << 16), b"")).decode()
+    answer = answer_to(server, "\r\n".join(lines).encode() + b"\r\n\r\n" + body).decode()
     head, _, rest = answer.partition("\r\n\r\n")
     return Raw(int(head.split()[1]), head, rest)
-
-
-@pytest.fixture(scope="module")
-def served(model: Path) -> Iterator[Server]:
-    with serving(model.parent / "served.log", "--model", model) as server:
-        yield server
 
 
 @pytest.fixture(scope="module")

@@ -157,7 +157,7 @@ def _bounding(init: Callable[..., None]) -> Callable[..., None]:
     """
 
     @functools.wraps(init)
-    def made(self: Any, *args: Any, **options: Any) -> None:
+    def bounded(self: Any, *args: Any, **options: Any) -> None:
         init(self, *args, **options)
         bound = getattr(getattr(self, "config", self), "max_kv_size", None)
         for cache in (getattr(self, "memory_aware_cache", None), getattr(self, "prefix_cache", None)):
@@ -165,7 +165,7 @@ def _bounding(init: Callable[..., None]) -> Callable[..., None]:
                 cache.model_name += f"|max_kv_size={bound}"
                 cache.like = None
 
-    return made
+    return bounded
 
 
 def _naming(load: Callable[..., Any]) -> Callable[..., Any]:
