@@ -27,6 +27,7 @@ from prefixcache.metrics.logs import JsonFormatter, UsageLog, in_words, quotes_n
 from prefixcache.servers.salts import salt_of
 from tests.models import states
 from tests.servers.serving import TINY, chat, save_model, serve, starting, text
+from tests.waiting import until
 
 LONG = list(range(1000))
 API_KEY = "sk-of-great-fame"
@@ -198,21 +199,15 @@ def running() -> list[threading.Thread]:
 
 
 def gone() -> bool:
-    until = time.monotonic() + 20
-    while running() and time.monotonic() < until:
-        time.sleep(0.01)
     return not running()
 
 
 def test_the_setting_log_every_logs_until_the_cache_is_closed(caplog):
     caplog.set_level(logging.INFO, "prefixcache")
     with PrefixCache(ram="10MB", codec="raw", log_every=0.05) as cache:
-        until = time.monotonic() + 20
-        while len(summaries(caplog)) < 2 and time.monotonic() < until:
-            time.sleep(0.01)
-        assert len(summaries(caplog)) >= 2
+        until(lambda: len(summaries(caplog)) >= 2)
         assert cache.stats().ram_limit == 10e6
-    assert gone()
+    until(gone)
 
 
 def test_without_the_setting_there_is_no_thread():
@@ -227,7 +222,7 @@ def test_a_cache_that_nobody_has_any_more_ends_its_summaries_at_once():
     assert running()
     del cache
     gc.collect()
-    assert gone()
+    until(gone)
     summary.look()  # says nothing of what is gone
 
 
@@ -247,11 +242,9 @@ def test_a_summary_that_fails_is_told_and_the_next_comes(caplog):
     failing = Failing()
     summary = UsageLog(failing, 0.02)
     summary.start()
-    until = time.monotonic() + 20
-    while not summaries(caplog) and time.monotonic() < until:
-        time.sleep(0.01)
+    until(lambda: summaries(caplog))
     summary.stop()
-    assert gone()
+    until(gone)
     assert [r.getMessage() for r in caplog.records if r.levelno == logging.ERROR] == [
         "log_every=0.02: the cache could not be looked at"
     ]
