@@ -132,12 +132,12 @@ class Codec(Protocol):
     def spec(self) -> dict[str, Any]: ...
 
     def row_codec(self, stream: Stream) -> RowCodec:
-        """The codec of this stream's rows; `Raw`'s where this codec can't or shouldn't take them."""
+        """Return the codec of this stream's rows; `Raw`'s where this codec can't or shouldn't take them."""
         ...
 
 
 def side_by_side(rows: mx.array, blocks: int) -> mx.array:
-    """(heads, blocks * tokens, width) -> (tokens, heads * blocks, width): to a kernel other blocks are more heads."""
+    """Lay (heads, blocks * tokens, width) -> (tokens, heads * blocks, width): to a kernel other blocks are more heads."""
     heads, count, width = rows.shape
     return mx.swapaxes(rows.reshape(heads * blocks, count // blocks, width), 0, 1)
 

@@ -20,7 +20,8 @@ _REMEDY = (
 
 
 def codec_from_spec(spec: Mapping[str, Any]) -> Codec:
-    """The codec whose `spec()` this is; of a calibrated model's, the `Transform` that it came of, since its basis is a file.
+    """Return the codec whose `spec()` this is; of a calibrated model's, the `Transform` that it came of, since its
+    basis is a file.
 
     ValueError names an unknown codec, another version of its format, a parameter too many or missing, or a bad value.
     """
@@ -63,7 +64,7 @@ def said_of_spec(spec: Mapping[str, Any]) -> str:
 
 
 def as_codec(value: Any) -> Codec | None:
-    """The codec that `value` means; None for None.
+    """Return the codec that `value` means; None for None.
 
     Text is a name and numbers: raw; transform:quality; turboquant:key_bits:value_bits (one number is for both), then any
     of plain (no levelling), fp16_layers=N, sink_tokens=N, seed=N. Of a spec (a table in TOML), fields that are left out have

@@ -51,7 +51,7 @@ _CARRIERS: dict[int, tuple[mx.Dtype, np.dtype[Any]]] = {
 
 
 def element(dtype: str) -> Element:
-    """The element type that MLX calls `dtype`, such as "bfloat16". ValueError for one that safetensors can't name."""
+    """Return the element type that MLX calls `dtype`, such as "bfloat16". ValueError for one that safetensors can't name."""
     try:
         return ELEMENTS[dtype]
     except KeyError:
@@ -61,12 +61,12 @@ def element(dtype: str) -> Element:
 
 
 def name_of(dtype: mx.Dtype) -> str:
-    """MLX's own name of a dtype without its module: "float16"."""
+    """Return MLX's own name of a dtype without its module: "float16"."""
     return str(dtype).rpartition(".")[2]
 
 
 def borrow(array: mx.array) -> Array:
-    """Evaluates `array` and returns a read-only NumPy view of it, same shape; good while `array` lives.
+    """Evaluate `array` and return a read-only NumPy view of it, same shape; good while `array` lives.
 
     The view may be strided: a transposed MLX array is not copied. Where `array` is evaluated already, MLX is asked for
     nothing: an operation would wait for all that its stream has under way, the next step of a batch.
@@ -86,12 +86,12 @@ def borrow(array: mx.array) -> Array:
 
 
 def copy_out(array: mx.array) -> Array:
-    """Evaluates `array` and returns a contiguous NumPy copy of it, owned by the caller."""
+    """Evaluate `array` and return a contiguous NumPy copy of it, owned by the caller."""
     return np.array(borrow(array), order="C", copy=True)
 
 
 def bring_in(array: Array, dtype: str) -> mx.array:
-    """A NumPy array of the bits of `dtype` as an MLX array: a copy, same shape."""
+    """Return a NumPy array of the bits of `dtype` as an MLX array: a copy, same shape."""
     kind = element(dtype)
     if array.size == 0:
         return mx.zeros(array.shape, kind.mlx)
@@ -100,8 +100,9 @@ def bring_in(array: Array, dtype: str) -> mx.array:
 
 
 def writable(shape: tuple[int, ...], dtype: str) -> tuple[mx.array, Array]:
-    """Zeros in MLX's memory, an unsigned integer of `dtype`'s size each, and NumPy's view of them as the bits of `dtype`, to
-    be written before MLX is given anything to do with the array. On the CPU."""
+    """Return zeros in MLX's memory, an unsigned integer of `dtype`'s size each, and NumPy's view of them as the bits of
+    `dtype`, to be written before MLX is given anything to do with the array. On the CPU.
+    """
     kind = element(dtype)
     carrier, _ = _CARRIERS[kind.numpy.itemsize]
     array = mx.zeros(shape, carrier)
@@ -111,7 +112,7 @@ def writable(shape: tuple[int, ...], dtype: str) -> tuple[mx.array, Array]:
 
 
 def as_float32(rows: Array, dtype: str) -> Array:
-    """Rows of a float dtype, bf16 as uint16, as float32."""
+    """Return rows of a float dtype, bf16 as uint16, as float32."""
     if dtype == "bfloat16":
         return (rows.astype(np.uint32) << 16).view(np.float32)
     return rows.astype(np.float32, copy=False)
@@ -123,7 +124,7 @@ def on_cpu() -> bool:
 
 
 def check_rows(rows: mx.array, width: int, dtype: str) -> None:
-    """ValueError unless `rows` is (tokens, heads, `width`) of `dtype`."""
+    """Raise ValueError unless `rows` is (tokens, heads, `width`) of `dtype`."""
     if rows.ndim != 3 or rows.shape[-1] != width or name_of(rows.dtype) != dtype:
         raise ValueError(
             f"rows of shape {tuple(rows.shape)} and dtype {name_of(rows.dtype)}: "
@@ -132,6 +133,6 @@ def check_rows(rows: mx.array, width: int, dtype: str) -> None:
 
 
 def check_capacity(tokens: int, capacity: int) -> None:
-    """ValueError if `tokens` rows don't fit."""
+    """Raise ValueError if `tokens` rows don't fit."""
     if capacity < tokens:
         raise ValueError(f"capacity={capacity}: {tokens} tokens don't fit; ask for at least {tokens}")

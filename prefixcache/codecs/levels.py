@@ -35,7 +35,7 @@ class PackedLevels(NamedTuple):
 
     @classmethod
     def joined(cls, several: Sequence[PackedLevels]) -> PackedLevels:
-        """One after the other, by heads. All have a mean, or none."""
+        """Join one after the other, by heads. All have a mean, or none."""
         means = [levels.mean for levels in several if levels.mean is not None]
         return cls(np.concatenate(means) if means else None, np.concatenate([levels.steps for levels in several]))
 
@@ -47,7 +47,7 @@ class LazyLevels(NamedTuple):
     steps: mx.array
 
     def packed(self, centred: bool) -> PackedLevels:
-        """Evaluated; views of MLX's memory."""
+        """Evaluate the levels; return views of MLX's memory."""
         return PackedLevels(borrow(self.mean) if centred else None, borrow(self.steps))
 
 
@@ -72,7 +72,7 @@ class Levels:
 
     @classmethod
     def joined(cls, several: Sequence[Levels]) -> Levels:
-        """One after the other, by heads."""
+        """Join one after the other, by heads."""
         if len(several) == 1:
             return several[0]
         return cls(np.concatenate([part.mean for part in several]), np.concatenate([part.divisor for part in several]))
@@ -97,11 +97,11 @@ class Levels:
 
 
 def neutral(heads: int, width: int) -> Levels:
-    """Levels that give the very codes that rows have without any."""
+    """Return levels that give the very codes that rows have without any."""
     return Levels(np.zeros((heads, width), np.float32), np.ones((heads, width), np.float32))
 
 
 def bf16_bits(values: Array) -> Array:
-    """float32 -> the bits of the nearest bf16, ties to even, uint16."""
+    """Round float32 -> the bits of the nearest bf16, ties to even, uint16."""
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32).astype(np.uint64)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)

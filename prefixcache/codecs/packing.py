@@ -20,7 +20,7 @@ def words_of(width: int, bits: int) -> int:
 
 
 def pack_columns(codes: Array, bits: int) -> Array:
-    """Codes uint8 (width, n), one row in each *column* -> bytes uint8 (4 * words, n)."""
+    """Pack codes uint8 (width, n), one row in each *column* -> bytes uint8 (4 * words, n)."""
     width, n = codes.shape
     n_bytes = 4 * words_of(width, bits)
     groups = -(-width // 8)
@@ -47,7 +47,7 @@ def _spread(centroids: bytes, bits: int) -> Array:
 
 
 def unpack_centroids(words: Array, width: int, bits: int, centroids: Array) -> Array:
-    """Words uint32 (n, words) -> what each code stands for: int8 (n, width), from `centroids` int8 (2**bits,)."""
+    """Unpack words uint32 (n, words) -> what each code stands for: int8 (n, width), from `centroids` int8 (2**bits,)."""
     n = len(words)
     octets = np.ascontiguousarray(words).view(np.uint8).reshape(n, -1)
     runs = octets if bits != 3 else _runs_of_12(octets, -(-width // 4))
@@ -56,7 +56,7 @@ def unpack_centroids(words: Array, width: int, bits: int, centroids: Array) -> A
 
 
 def _runs_of_12(octets: Array, count: int) -> Array:
-    """The first `count` runs of 12 bits of each row: uint16 (n, count), count rounded up to even."""
+    """Return the first `count` runs of 12 bits of each row: uint16 (n, count), count rounded up to even."""
     pairs = -(-count // 2)
     if octets.shape[1] < 3 * pairs:
         octets = np.pad(octets, ((0, 0), (0, 3 * pairs - octets.shape[1])))

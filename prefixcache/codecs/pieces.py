@@ -57,7 +57,7 @@ class Piece(NamedTuple):
 
 
 def decode(pieces: Sequence[Piece], heads: int, capacity: int, width: int, dtype: str) -> mx.array:
-    """Pieces of distinct rows, in any order -> (heads, capacity, width) of `dtype`, zero where no piece is.
+    """Decode pieces of distinct rows, in any order -> (heads, capacity, width) of `dtype`, zero where no piece is.
 
     ValueError for pieces that overlap, don't fit, or are of other rows.
     """
@@ -95,7 +95,7 @@ def _on_the_cpu(pieces: list[Piece], heads: int, capacity: int, width: int, dtyp
 
 
 def _launched(pieces: list[Piece], heads: int, capacity: int, width: int, dtype: str) -> mx.array:
-    """One launch for each run of pieces that are coded alike; most streams are a few runs."""
+    """Make one launch for each run of pieces that are coded alike; most streams are a few runs."""
     parts: list[mx.array] = []
     end = 0
     runs = _runs(pieces)
@@ -117,7 +117,9 @@ def _launched(pieces: list[Piece], heads: int, capacity: int, width: int, dtype:
 
 
 def _decode_run(run: list[Piece], heads: int, rows: int, width: int) -> mx.array:
-    """Pieces that follow each other -> (heads, rows, width). To a kernel, pieces with levels of their own are more heads."""
+    """Decode pieces that follow each other -> (heads, rows, width). To a kernel, pieces with levels of their own are
+    more heads.
+    """
     if run[0].rows is not None:
         return run[0].rows
     codec, levels = run[0].codec, [piece.levels for piece in run if piece.levels is not None]
@@ -133,7 +135,7 @@ def _decode_run(run: list[Piece], heads: int, rows: int, width: int) -> mx.array
 
 
 def _joined(planes: Sequence[Array], axis: int) -> Array:
-    """`np.concatenate`, by several threads; a single one as it is."""
+    """Return `np.concatenate`, by several threads; a single one as it is."""
     if len(planes) == 1:
         return planes[0]
     ends = list(accumulate(plane.shape[axis] for plane in planes))
@@ -151,7 +153,7 @@ def _joined(planes: Sequence[Array], axis: int) -> Array:
 
 
 def _runs(pieces: list[Piece]) -> list[list[Piece]]:
-    """Pieces of one codec that follow each other; where they have levels, of equally many tokens."""
+    """Return pieces of one codec that follow each other; where they have levels, of equally many tokens."""
     runs: list[list[Piece]] = []
     for piece in pieces:
         if runs and runs[-1][-1].is_followed_by(piece):

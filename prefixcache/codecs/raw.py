@@ -39,12 +39,12 @@ class RawRows:
         return (Plane("rows", element(self.dtype).safetensors, (self.width,)),)
 
     def encode(self, rows: mx.array, levels: Levels | None = None) -> list[Array]:
-        """(tokens, heads, width) -> [the same bits, (tokens, heads, width), bf16 as uint16]."""
+        """Encode (tokens, heads, width) -> [the same bits, (tokens, heads, width), bf16 as uint16]."""
         check_rows(rows, self.width, self.dtype)
         return [copy_out(rows)]
 
     def encode_all(self, batch: Sequence[Encoding]) -> None:
-        """Copies."""
+        """Copy."""
         for rows, (copied,), _ in batch:
             copied[...] = rows
 
@@ -54,7 +54,7 @@ class RawRows:
         return encode_blocks(self, rows, blocks, None, decoded)
 
     def decode(self, planes: Sequence[Array], capacity: int, levels: Levels | None = None) -> mx.array:
-        """[(tokens, heads, width)] -> (heads, capacity, width) of `dtype`, zero from row `tokens` on."""
+        """Decode [(tokens, heads, width)] -> (heads, capacity, width) of `dtype`, zero from row `tokens` on."""
         (rows,) = planes
         tokens, heads, _ = rows.shape
         check_capacity(tokens, capacity)
@@ -64,7 +64,7 @@ class RawRows:
         return bring_in(buffer, self.dtype)
 
     def decode_all(self, batch: Sequence[Decoding]) -> None:
-        """Copies, shared out among threads: memory is waited for, and the next piece's can come meanwhile."""
+        """Copy, shared out among threads: memory is waited for, and the next piece's can come meanwhile."""
 
         def copy(first: int, last: int) -> None:
             for (source,), rows, _ in batch[first:last]:

@@ -26,7 +26,7 @@ class _Threads:
         self._pool: ThreadPoolExecutor | None = None
 
     def submit(self, work: Callable[[], None]) -> Future[None] | None:
-        """None where no thread can be had: the caller does the work alone."""
+        """Return None where no thread can be had: the caller does the work alone."""
         with self._lock:
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(max(1, self.most - 1), thread_name_prefix="prefixcache-codecs")
@@ -69,7 +69,9 @@ if hasattr(os, "register_at_fork"):
 
 
 def share_out(size: int, share: int, worth: int, work: Callable[[int, int], None]) -> None:
-    """`work` on all of [0, size), `share` at a time by each of up to `worth` threads; at once, where that is one alone."""
+    """Share out `work` on all of [0, size), `share` at a time by each of up to `worth` threads; at once, where that is
+    one alone.
+    """
     threads = _threads
     helpers = min(threads.most, worth) - 1
     if helpers < 1:

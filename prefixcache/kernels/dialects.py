@@ -275,7 +275,7 @@ Kernel = Callable[..., Sequence[mx.array]]
 
 
 def dialect_here() -> Dialect | None:
-    """The dialect of MLX's default device; None where that is a CPU."""
+    """Return the dialect of MLX's default device; None where that is a CPU."""
     if mx.default_device().type != mx.DeviceType.gpu:
         return None
     if mx.metal.is_available():
@@ -292,8 +292,9 @@ ITEM = re.compile(
 
 @lru_cache(maxsize=64)
 def _bare(header: str, body: str) -> str:
-    """A header without comments and indentation, and without macros, functions and tables that nothing names: MLX copies
-    and hashes a kernel's text at every call, which takes 0.2 us a kilobyte."""
+    """Return a header without comments and indentation, and without macros, functions and tables that nothing names:
+    MLX copies and hashes a kernel's text at every call, which takes 0.2 us a kilobyte.
+    """
     while True:
         words = Counter(re.findall(r"\w+", header + body))
         used = []
@@ -307,7 +308,7 @@ def _bare(header: str, body: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """Without comments, indentation, and spaces around signs that never begin another sign."""
+    """Return the text without comments, indentation, and spaces around signs that never begin another sign."""
     lines = (line.partition("//")[0].strip() for line in text.splitlines())
     squeezed = (
         line if line[:1] == "#" or '"' in line else re.sub(r" ?([=<>|^?:;,(){}\[\]]) ?", r"\1", line) for line in lines
@@ -348,7 +349,7 @@ def launch(
 
 
 def build(dialect: Dialect, source: KernelSource) -> Kernel:
-    """The compiled form: MLX's callable, which compiles when it first runs. Inputs are taken as they lie (strided)."""
+    """Return the compiled form: MLX's callable, which compiles when it first runs. Inputs are taken as they lie (strided)."""
     metal = dialect.name == "metal"
     maker: Any = mx.fast.metal_kernel if metal else partial(mx.fast.cuda_kernel, shared_memory=source.shared)
     kernel: Kernel = maker(

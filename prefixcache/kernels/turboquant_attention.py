@@ -568,8 +568,9 @@ class CodedAttentionKind:
 
 
 def _turning(rows: RowKind) -> tuple[str, int]:
-    """The defines of rows that are rotated by as many lanes as have 8 values (of each of an odd factor's) to work on,
-    since few rows wait for it; how many lanes."""
+    """Return the defines of rows that are rotated by as many lanes as have 8 values (of each of an odd factor's) to
+    work on, since few rows wait for it; how many lanes.
+    """
     lanes = min(16, rows.width // rows.factor // CHUNK)
     values = rows.width // lanes
     numbers = {"LANES": lanes, "LANE_BITS": lanes.bit_length() - 1, "VALUES": values, "SLOTS": values // CHUNK}
@@ -603,7 +604,7 @@ def _entry_bits(bits: int, dialect: str) -> int:
 
 
 def _room(kind: CodedAttentionKind, dialect: str, simdgroups: int) -> tuple[int, int]:
-    """Words of shared memory for tables, and for what simdgroups add up afterwards; where the values' table begins."""
+    """Return words of shared memory for tables, and for what simdgroups add up afterwards; where the values' table begins."""
     sizes = [
         (1 << 2 * rows.bits + _entry_bits(rows.bits, dialect)) // 4 if rows.bits < 8 else 0
         for rows in (kind.keys, kind.values)
@@ -615,9 +616,10 @@ def _room(kind: CodedAttentionKind, dialect: str, simdgroups: int) -> tuple[int,
 
 
 def source_of(dialect: Dialect, kind: CodedAttentionKind) -> KernelSource:
-    """The first launch. Inputs: codes, scales, queries, then those of key_levels, first, last and mask that there are;
-    output: parts float32 (B, query heads, L, splits, width + 4): sums of weighted values; the exponent that weights are
-    relative to, their sum, the exponent that weighted values are relative to, what to add to all exponents."""
+    """Return the first launch. Inputs: codes, scales, queries, then those of key_levels, first, last and mask that
+    there are; output: parts float32 (B, query heads, L, splits, width + 4): sums of weighted values; the exponent that
+    weights are relative to, their sum, the exponent that weighted values are relative to, what to add to all exponents.
+    """
     simdgroups = SIMDGROUPS[dialect.name]
     keys, values = kind.keys, kind.values
     turning, lanes_turning = _turning(keys)
@@ -663,8 +665,9 @@ def source_of(dialect: Dialect, kind: CodedAttentionKind) -> KernelSource:
 
 
 def merge_source_of(kind: CodedAttentionKind) -> KernelSource:
-    """The second launch. Inputs: parts, then those of levels and sinks that there are; outputs: out (B, query
-    heads, L, width) of the values' dtype, lse float32 (B, query heads, L)."""
+    """Return the second launch. Inputs: parts, then those of levels and sinks that there are; outputs: out (B, query
+    heads, L, width) of the values' dtype, lse float32 (B, query heads, L).
+    """
     numbers = {
         "SIMD_WIDTH": SIMD_WIDTH,
         "SIMDGROUPS": MERGE_THREADS // SIMD_WIDTH,
@@ -701,8 +704,9 @@ class Attention:
         more: Sequence[mx.array],
         merged_with: Sequence[mx.array],
     ) -> tuple[mx.array, mx.array]:
-        """Codes and scales as `CodedRows` has them, queries (B, query heads, L, width), none empty; `more`: key levels,
-        first, last, mask as far as there are; `merged_with`: value levels, sinks -> out, lse."""
+        """Return codes and scales as `CodedRows` has them, queries (B, query heads, L, width), none empty; `more`: key
+        levels, first, last, mask as far as there are; `merged_with`: value levels, sinks -> out, lse.
+        """
         batch, heads, tokens, _ = codes.shape
         _, query_heads, length, _ = queries.shape
         passes = -(-(query_heads // heads * length) // (self.kind.tiles * QUERIES))

@@ -241,8 +241,9 @@ def _packed(rows: RowKind) -> bool:
 
 
 def source_of(rows: RowKind) -> KernelSource:
-    """The decoder of such rows. Inputs: codes uint32 (tokens, heads, words) and scales uint16 (tokens, heads), strided;
-    room, anything of shape (capacity,), not read; if levelled, levels float32 (2, heads, width): mean, spread."""
+    """Return the decoder of such rows. Inputs: codes uint32 (tokens, heads, words) and scales uint16 (tokens, heads),
+    strided; room, anything of shape (capacity,), not read; if levelled, levels float32 (2, heads, width): mean, spread.
+    """
     power = rows.width // rows.factor
     # No value of y exceeds this: the greatest length of a row, lengthened by both rounds.
     longest = (
@@ -273,8 +274,9 @@ def _kernel(dialect: Dialect, rows: RowKind) -> Kernel:
 def decode(
     dialect: Dialect, kind: RowKind, codes: mx.array, scales: mx.array, capacity: int, levels: mx.array | None
 ) -> mx.array:
-    """Codes uint32 (tokens, heads, words), scales uint16 (tokens, heads), not empty -> rows (heads, capacity, width),
-    zeros from `tokens` on."""
+    """Decode codes uint32 (tokens, heads, words), scales uint16 (tokens, heads), not empty -> rows (heads, capacity,
+    width), zeros from `tokens` on.
+    """
     heads = codes.shape[1]
     # A number reaches a kernel as a shape for nothing; an array made for it would be copied to the GPU first.
     room = mx.broadcast_to(scales[:1, 0], (capacity,))

@@ -354,8 +354,9 @@ PAIR = (
 
 
 def source_of(rows: RowKind) -> KernelSource:
-    """The encoder of such rows. Inputs: rows (tokens, heads, width), strided; if levelled, levels float32
-    (2, heads, width): mean, weight."""
+    """Return the encoder of such rows. Inputs: rows (tokens, heads, width), strided; if levelled, levels float32 (2,
+    heads, width): mean, weight.
+    """
     magnitudes = rows.magnitudes
     numbers = {
         "BY_LENGTH": int(rows.per_length != 0),
@@ -378,7 +379,7 @@ def _kernel(dialect: Dialect, rows: RowKind) -> Kernel:
 
 
 def encode(dialect: Dialect, kind: RowKind, rows: mx.array, levels: mx.array | None) -> tuple[mx.array, mx.array]:
-    """Rows (tokens, heads, width), not empty -> codes uint32 (tokens, heads, words), scales uint16 (tokens, heads)."""
+    """Encode rows (tokens, heads, width), not empty -> codes uint32 (tokens, heads, words), scales uint16 (tokens, heads)."""
     tokens, heads, _ = rows.shape
     inputs = [rows] if levels is None else [rows, levels]
     outputs = [((tokens, heads, kind.words), mx.uint32), ((tokens, heads), mx.uint16)]
@@ -401,7 +402,7 @@ class PairEncoder:
         self._encode = build(dialect, pair_source_of(kind))
 
     def __call__(self, keys: mx.array, values: mx.array, *levels: mx.array) -> tuple[mx.array, mx.array]:
-        """Keys and values (B, heads, L, width), not empty; their levels if the kind is levelled -> codes, scales."""
+        """Return keys and values (B, heads, L, width), not empty; their levels if the kind is levelled -> codes, scales."""
         batch, heads, length, _ = keys.shape
         groups = min(-(-2 * batch * heads * length // self._kind.rows_at_once), 1024)
         outputs = [((batch, heads, length, 2 * self._kind.words), mx.uint32), ((batch, heads, length, 2), mx.uint16)]

@@ -178,7 +178,7 @@ def _kernel(dialect: Dialect, kind: MeasureKind) -> Kernel:
 
 
 def measure(dialect: Dialect, kind: MeasureKind, rows: mx.array, firsts: mx.array) -> tuple[mx.array, mx.array]:
-    """Rows (1 to 256 tokens, heads * blocks, width) -> means float32 and roots uint16, (heads * blocks, width)."""
+    """Measure rows (1 to 256 tokens, heads * blocks, width) -> means float32 and roots uint16, (heads * blocks, width)."""
     heads = rows.shape[1]
     outputs = [((heads, kind.width), mx.float32), ((heads, kind.width), mx.uint16)]
     means, roots = launch(_kernel(dialect, kind), [rows, firsts], outputs, heads, THREADS)

@@ -24,7 +24,7 @@ import prefixcache, prefixcache.cli
 from prefixcache.codecs.transform import backends as entropy_back_ends
 from prefixcache.codecs.transform.entropy import words_of
 from prefixcache.codecs.transform.tables import first_guess
-from prefixcache.codecs.turboquant import c_rows, numpy_rows
+from prefixcache.codecs.turboquant import backends as back_ends, c_rows
 from prefixcache.codecs.turboquant.format import form_of
 
 assert prefixcache.__file__.startswith(sys.argv[1]), prefixcache.__file__
@@ -33,14 +33,13 @@ for name in prefixcache.__all__:
 for module in pkgutil.walk_packages(prefixcache.__path__, "prefixcache."):
     if not module.name.rpartition(".")[2].startswith("_"):  # __main__, and the kernels that ctypes loads
         importlib.import_module(module.name)
-back_end = c_rows if c_rows.available() else numpy_rows
 rows = np.random.default_rng(0).standard_normal((50, 2, 128)).astype(np.float16)
 codes, scales, back = np.zeros((50, 2, 16), np.uint32), np.zeros((50, 2), np.uint16), np.zeros((2, 50, 128), np.float16)
 form = form_of(128, 4, 0)
-back_end.encode(rows, "float16", form, None, codes, scales)
-back_end.decode(codes, scales, "float16", form, None, back)
+back_ends.encode_all([(rows, (codes, scales), None)], "float16", form)
+back_ends.decode_all([((codes, scales), back, None)], "float16", form)
 assert np.mean((rows.swapaxes(0, 1) - back).astype(float) ** 2) < 0.015
-print(back_end.__name__.rpartition(".")[2], c_rows.describe(), sep=": ")
+print("c_rows" if c_rows.available() else "numpy_rows", c_rows.describe(), sep=": ")
 
 steps = np.random.default_rng(0).integers(-9, 9, (5, 30)).astype(np.float32)
 classes, tables = np.full(30, 30, np.int32), first_guess()

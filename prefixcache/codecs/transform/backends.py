@@ -13,8 +13,8 @@ from prefixcache.codecs.transform.tables import Tables, quantised
 
 
 def encode(values: Array, classes: Array, tables: Tables) -> tuple[Array, Array, Array]:
-    """Values in steps, float32 (rows, components), classes int32 (components,) -> heads uint16 (rows,), all rows' words
-    uint16 in their order, and what `decode` gives, float32 (rows, components).
+    """Encode values in steps, float32 (rows, components), classes int32 (components,) -> heads uint16 (rows,), all
+    rows' words uint16 in their order, and what `decode` gives, float32 (rows, components).
 
     A row that can't be coded has head 0xffff, no words, and zeros: the caller keeps it as it is. What is no number is coded
     as 0.
@@ -30,7 +30,7 @@ def encode(values: Array, classes: Array, tables: Tables) -> tuple[Array, Array,
 
 
 def decode(heads: Array, words: Array, first: Array, classes: Array, tables: Tables, out: Array | None = None) -> Array:
-    """Heads uint16 (rows,), words uint16, each row's from `first` (int64 (rows,)) on -> values in steps, float32
+    """Decode heads uint16 (rows,), words uint16, each row's from `first` (int64 (rows,)) on -> values in steps, float32
     (rows, components), in `out` where there is one, whose rows are contiguous; zeros of rows that are kept as they are.
 
     entropy.DamagedCodes for words that no encoder wrote, where that shows; then `out` is of no use.

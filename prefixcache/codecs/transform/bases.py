@@ -31,7 +31,9 @@ class Bases:
         self.folder = folder
 
     def of_model(self, model: str) -> Basis | None:
-        """The basis of a model, by its identity; of several the file that was written last. None where there is none."""
+        """Return the basis of a model, by its identity; of several the file that was written last. None where there is
+        none.
+        """
         wanted = _weights(model)
         for path in self.files():
             try:
@@ -44,7 +46,7 @@ class Bases:
         return None
 
     def of_hash(self, digest: str) -> Basis:
-        """The basis of this hash. BasisError where it isn't here, or is damaged."""
+        """Return the basis of this hash. BasisError where it isn't here, or is damaged."""
         if not is_hash(digest):
             raise BasisError(f"basis {digest!r}: not 32 hex digits")
         with _lock:
@@ -59,11 +61,11 @@ class Bases:
             raise BasisError(f"basis {path}: {error.strerror}") from None
 
     def path_of(self, digest: str) -> Path | None:
-        """The file that is called after this hash; None where there is none."""
+        """Return the file that is called after this hash; None where there is none."""
         return next((path for path in self.files() if path.name.endswith(f"{digest}{SUFFIX}")), None)
 
     def files(self) -> list[Path]:
-        """Newest first. A pipe would wait for its writer: only plain files count."""
+        """Yield the files, newest first. A pipe would wait for its writer: only plain files count."""
         dated = []
         for path in self.folder.glob(f"*{SUFFIX}"):
             with contextlib.suppress(OSError):
@@ -95,7 +97,7 @@ class Bases:
         return path
 
     def _read(self, path: Path) -> Basis:
-        """A basis whose name is its content's."""
+        """Return a basis whose name is its content's."""
         digest = path.name.removesuffix(SUFFIX)[-32:]
         with _lock:
             if (known := _loaded.get(digest)) is not None:

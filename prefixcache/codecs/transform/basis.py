@@ -115,7 +115,7 @@ class LayerGroup:
         return int((self.spreads * np.float32(finer(quality)) >= LEAST_SPREAD).sum())
 
     def classes(self, quality: float) -> Array:
-        """The class of each of those: int32 (components,)."""
+        """Return the class of each of those: int32 (components,)."""
         return class_of(self.spreads[: self.components(quality)] * np.float32(finer(quality)))
 
     def row_words(self, quality: float) -> float:
@@ -166,7 +166,7 @@ class LayerGroup:
 
     @staticmethod
     def _by_width(parts: tuple[tuple[Array, Array], ...]) -> list[Array]:
-        """(heads, width, width) of layers' keys and values, neighbours of one width joined."""
+        """Return (heads, width, width) of layers' keys and values, neighbours of one width joined."""
         runs: list[list[Array]] = []
         for part in (part for pair in parts for part in pair):
             if runs and runs[-1][0].shape[1] == part.shape[1]:
@@ -190,7 +190,7 @@ class Basis:
     """The basis of one model. Immutable; `hash` is its name: 32 hex digits of its bytes."""
 
     def __init__(self, data: bytes):
-        """The bytes of a file. BasisError for others than a basis."""
+        """Read the bytes of a file. BasisError for others than a basis."""
         self.hash = hashlib.blake2b(data, digest_size=16, key=_KEY).hexdigest()
         fields, tensors = _parsed(data)
         try:
@@ -241,7 +241,7 @@ class Basis:
         return sum(2 * group.channels for group in self.groups)
 
     def place_of(self, layer: int) -> tuple[int, Layer] | None:
-        """The number of the group that a layer is in, and what it says of it."""
+        """Return the number of the group that a layer is in, and what it says of it."""
         return self._places.get(layer)
 
     @cached_property
@@ -250,7 +250,7 @@ class Basis:
 
 
 def read(path: Path) -> Basis:
-    """The basis in a file. BasisError for a file that is none, OSError for one that can't be read."""
+    """Return the basis in a file. BasisError for a file that is none, OSError for one that can't be read."""
     with open(path, "rb") as file:
         if os.fstat(file.fileno()).st_size > _LARGEST:
             raise BasisError(f"{path}: larger than any basis")
@@ -258,7 +258,7 @@ def read(path: Path) -> Basis:
 
 
 def model_of(path: Path) -> str:
-    """The model that a file says it is of: its header is read alone, and proves nothing. BasisError, OSError."""
+    """Return the model that a file says it is of: its header is read alone, and proves nothing. BasisError, OSError."""
     try:
         with open(path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
@@ -321,7 +321,7 @@ def _ordered(data: bytes) -> bytes:
 
 
 def _parsed(data: bytes) -> tuple[dict[str, str], dict[str, Array]]:
-    """Metadata and tensors of a safetensors file of this format."""
+    """Return metadata and tensors of a safetensors file of this format."""
     try:
         tensors: dict[str, Array] = safetensors.numpy.load(data)
         length = int.from_bytes(data[:8], "little")
@@ -405,7 +405,7 @@ def _group(g: int, layers: tuple[Layer, ...], tensors: dict[str, Array]) -> Laye
 
 
 def _taken(tensors: dict[str, Array], name: str) -> Array:
-    """A tensor, which is there no more."""
+    """Return a tensor, which is there no more."""
     if name not in tensors:
         raise ValueError(f"it has no tensor {name!r}")
     array = tensors.pop(name)

@@ -145,8 +145,8 @@ def _spans(tables: Tables, points: Array) -> Array:
 
 
 def encode(values: Array, classes: Array, tables: Tables, decoded: Array) -> tuple[Array, Array]:
-    """Values in steps, float32 (rows, components) -> heads uint16 (rows,), all rows' words uint16 in their order, and
-    into `decoded`, which is like the values and may be them, what `decode` gives.
+    """Encode values in steps, float32 (rows, components) -> heads uint16 (rows,), all rows' words uint16 in their
+    order, and into `decoded`, which is like the values and may be them, what `decode` gives.
 
     ValueError for arrays of other shapes, dtypes or classes, and where `takes(classes)` is False.
     """
@@ -180,7 +180,7 @@ def encode(values: Array, classes: Array, tables: Tables, decoded: Array) -> tup
 
 
 def decode(heads: Array, words: Array, first: Array, classes: Array, tables: Tables, values: Array) -> None:
-    """Heads uint16 (rows,), words uint16, each row's from `first` (int64 (rows,)) on -> into values float32
+    """Decode heads uint16 (rows,), words uint16, each row's from `first` (int64 (rows,)) on -> into values float32
     (rows, components).
 
     ValueError for arrays of other shapes, dtypes or classes, and where `takes(classes)` is False. entropy.DamagedCodes as of
@@ -252,7 +252,9 @@ def _checked(classes: Array, components: int) -> Array:
 
 
 def _share_out(rows: int, components: int, work: Callable[[int, int], None]) -> None:
-    """`work` on all rows [first, last), in shares that each thread takes one after the other, where there is enough."""
+    """Share out `work` on all rows [first, last), in shares that each thread takes one after the other, where there is
+    enough.
+    """
     share = -(-SHARE // max(1, components))
     share = -(-share // ROWS_AT_ONCE) * ROWS_AT_ONCE
     share_out(rows, share, -(-rows // share), work)

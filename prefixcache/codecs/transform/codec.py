@@ -80,7 +80,7 @@ class Transform:
         return self.otherwise.row_codec(stream)
 
     def for_model(self, model: str, bases: Bases) -> Codec:
-        """The codec of one model, by its identity: calibrated, or what it is coded by otherwise."""
+        """Return the codec of one model, by its identity: calibrated, or what it is coded by otherwise."""
         basis = bases.of_model(model)
         if basis is not None:
             return Calibrated(self.quality, self.otherwise, basis)

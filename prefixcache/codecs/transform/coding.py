@@ -80,7 +80,7 @@ class GroupCoder:
         return int(self.row_words(heads).sum())
 
     def encode(self, streams: Sequence[Array], first: int, skip: int = 0, settled: Codes | None = None) -> Codes:
-        """Rows (tokens, heads, width) of each stream, bf16 as uint16, of tokens `first` and on -> codes.
+        """Encode rows (tokens, heads, width) of each stream, bf16 as uint16, of tokens `first` and on -> codes.
 
         The first `skip` rows, which are kept elsewhere, have none, and come back as the mean. `settled`: codes of rows of
         the same block, whose offsets stand.
@@ -110,7 +110,7 @@ class GroupCoder:
         return Codes(heads, words, *self._offsets(coded_rows[fine], decoded[fine]))
 
     def decode(self, codes: Codes, first: int) -> list[Array]:
-        """Codes of tokens `first` and on -> rows (tokens, heads, width) of each stream, bf16 as uint16.
+        """Decode codes of tokens `first` and on -> rows (tokens, heads, width) of each stream, bf16 as uint16.
 
         DamagedCodes for codes that no encoder wrote.
         """
@@ -134,7 +134,7 @@ class GroupCoder:
     # -- the way there and back -----------------------------------------------------------------------------------------
 
     def _joined(self, streams: Sequence[Array], first: int) -> Array:
-        """Streams as channels float32 (tokens, channels), keys without RoPE."""
+        """Return streams as channels float32 (tokens, channels), keys without RoPE."""
         rows = np.empty((len(streams[0]), self.group.channels), np.float32)
         for i, (there, stream) in enumerate(zip(self._by_stream(rows), streams, strict=True)):
             there[...] = as_float32(stream, self.dtype)
@@ -144,7 +144,7 @@ class GroupCoder:
         return rows
 
     def _apart(self, rows: Array, first: int) -> list[Array]:
-        """Channels as streams of the layers' dtype, keys with RoPE."""
+        """Return channels as streams of the layers' dtype, keys with RoPE."""
         streams = []
         for i, there in enumerate(self._by_stream(rows)):
             if i % 2 == 0:
@@ -153,18 +153,18 @@ class GroupCoder:
         return streams
 
     def _by_stream(self, rows: Array) -> Iterator[Array]:
-        """Views (tokens, heads, width) of channels."""
+        """Return views (tokens, heads, width) of channels."""
         for (heads, width), end in zip(self.streams, self._ends, strict=True):
             yield rows[:, end - heads * width : end].reshape(len(rows), heads, width)
 
     def most_left_out(self, reached: Any) -> Any:
-        """The square of what a row may lose to the vectors that are left out, in steps: 64 times what these spread over at
-        most, and what the rounding of vectors to float16 makes of the others.
+        """Return the square of what a row may lose to the vectors that are left out, in steps: 64 times what these
+        spread over at most, and what the rounding of vectors to float16 makes of the others.
         """
         return 64 * LEAST_SPREAD**2 * self.group.channels + LEFT_OUT_SHARE * reached
 
     def _forward(self, rows: Array, first: int) -> tuple[Array, Array]:
-        """Channels -> values along the vectors, in steps, and by row the square of what is not along them."""
+        """Turn channels into values along the vectors, in steps, and by row the square of what is not along them."""
         vectors = _widened(self)
         values, left_out = np.empty((len(rows), len(self.classes)), np.float32), np.empty(len(rows), np.float32)
         for part, place, padded in _padded(rows - self.group.mean, first):
@@ -180,7 +180,7 @@ class GroupCoder:
         return values, left_out
 
     def _backward(self, values: Array, first: int) -> Array:
-        """Values in steps -> channels, the mean added."""
+        """Turn values in steps into channels, the mean added."""
         rows = np.empty((len(values), self.group.channels), np.float32)
         for part, place, padded in _padded(values, first):
             rows[part] = self._product_back(padded)[place]
@@ -211,7 +211,7 @@ class GroupCoder:
         return _quantised(lacking * np.float32(min(1, len(rows) / OFFSET_ROWS)), self.streams)
 
     def check(self, codes: Codes) -> None:
-        """DamagedCodes where offsets are not as an encoder writes them."""
+        """Raise DamagedCodes where offsets are not as an encoder writes them."""
         if (len(codes.offsets), len(codes.offset_steps)) != ((self.group.channels + 1) // 2, self.heads):
             raise DamagedCodes(
                 f"a block has {len(codes.offsets)} bytes of offsets and {len(codes.offset_steps)} steps of them"
@@ -220,7 +220,7 @@ class GroupCoder:
             raise DamagedCodes("a block's offsets are not finite")
 
     def _read_offsets(self, codes: Codes) -> Array:
-        """Float32 (channels,)."""
+        """Return float32 (channels,)."""
         self.check(codes)
         nibbles = np.stack([codes.offsets & 15, codes.offsets >> 4], axis=1).ravel()[: self.group.channels]
         return (nibbles.astype(np.float32) - 8) * np.repeat(as_float32(codes.offset_steps, "bfloat16"), self.widths)
@@ -228,7 +228,7 @@ class GroupCoder:
     def _with_rows_as_they_are(
         self, heads: Array, words: Array, streams: Sequence[Array], lost: Array
     ) -> tuple[Array, Array]:
-        """The codes, but of `lost` rows their own bits."""
+        """Return the codes, but of `lost` rows their own bits."""
         counts = words_of(heads) * (gain_of(heads) != AS_IT_IS)
         ends = np.cumsum(counts)
         parts = []
@@ -242,7 +242,7 @@ class GroupCoder:
 
 
 def _quantised(lacking: Array, streams: Sequence[tuple[int, int]]) -> tuple[Array, Array]:
-    """`Codes.offsets` and `offset_steps` of rows that lack this on average, float32 (channels,)."""
+    """Return `Codes.offsets` and `offset_steps` of rows that lack this on average, float32 (channels,)."""
     steps, numbers, at = [], [], 0
     for heads, width in streams:
         of_stream = lacking[at : at + heads * width].reshape(heads, width)
@@ -261,7 +261,7 @@ def _quantised(lacking: Array, streams: Sequence[tuple[int, int]]) -> tuple[Arra
 
 @lru_cache(maxsize=1)
 def _widened(coder: GroupCoder) -> Array:
-    """The vectors in float32: kept of one group, since its blocks come one after the other."""
+    """Return the vectors in float32: kept of one group, since its blocks come one after the other."""
     return coder.vectors.astype(np.float32)
 
 
@@ -285,7 +285,7 @@ def _padded(rows: Array, first: int) -> Iterator[tuple[slice, slice, Array]]:
 
 
 def _cast(values: Array, dtype: str) -> Array:
-    """Float32 as bits of `dtype`, cut to its finite range, rounded to even."""
+    """Return float32 as bits of `dtype`, cut to its finite range, rounded to even."""
     if dtype == "float32":
         return values
     if dtype == "float16":

@@ -54,7 +54,8 @@ def gain_of(heads: Array) -> Array:
 
 
 def pack(steps: Array, classes: Array, tables: Tables) -> tuple[Array, list[Array]]:
-    """Steps int32 (rows, components), classes int32 (components,) -> heads uint16 (rows,), and each row's words uint16.
+    """Pack steps int32 (rows, components), classes int32 (components,) -> heads uint16 (rows,), and each row's words
+    uint16.
 
     A row of zeros has no words. What would take more than 4095 has head 0xffff, `AS_IT_IS` and no words: it can't be coded.
     """
@@ -105,7 +106,7 @@ def decoded(steps: Array, heads: Array, classes: Array, tables: Tables) -> Array
 
 
 def unpack(heads: Array, words: Array, first: Array, classes: Array, tables: Tables) -> Array:
-    """Heads uint16 (rows,), words uint16, each row's from `first` (int64 (rows,)) on -> values in steps, float32
+    """Unpack heads uint16 (rows,), words uint16, each row's from `first` (int64 (rows,)) on -> values in steps, float32
     (rows, components); zeros of rows that are kept as they are.
 
     DamagedCodes for words that no encoder wrote, where that shows: other words are other values.

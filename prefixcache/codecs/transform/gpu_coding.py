@@ -199,7 +199,7 @@ def at_once(coders: Sequence[GroupCoder], tokens: int) -> int:
 
 
 def _memory() -> int:
-    """Bytes of the GPU's, by Metal's name or CUDA's."""
+    """Return bytes of the GPU's, by Metal's name or CUDA's."""
     info = mx.device_info()
     return int(info.get("memory_size") or info.get("total_memory") or 16 << 30)
 
@@ -208,7 +208,7 @@ def _memory() -> int:
 
 
 def encode(groups: Sequence[GroupRows], blocks: Sequence[BlockSpan]) -> list[list[Codes]]:
-    """The codes of groups, all of which have rows of these blocks: of each group and block."""
+    """Return the codes of groups, all of which have rows of these blocks: of each group and block."""
     coders = [group.coder for group in groups]
     runs = tuple((block.first, block.last) for block in blocks)
     skipped = np.concatenate([np.arange(block.last - block.first) < block.skip for block in blocks])
@@ -260,7 +260,7 @@ def encode(groups: Sequence[GroupRows], blocks: Sequence[BlockSpan]) -> list[lis
 
 
 def _measured(coder: GroupCoder, streams: Sequence[mx.array], runs: tuple[tuple[int, int], ...]) -> mx.array:
-    """Rows in the metric, in steps, float16 (channels, tokens): not finite where they are too far off."""
+    """Return rows in the metric, in steps, float16 (channels, tokens): not finite where they are too far off."""
     on_gpu, of, dialect = coder.group.on_gpu, _operands(coder), gpu_entropy.dialect()
     centred: list[list[mx.array]] = [[] for _ in of.factors]
     for i, stream in enumerate(streams):
@@ -333,12 +333,12 @@ def _quantised(coders: Sequence[GroupCoder], missing: mx.array) -> tuple[mx.arra
 
 
 def _factor(coder: GroupCoder) -> float:
-    """Undoes the inverses' margin, and goes from steps to the metric."""
+    """Return what undoes the inverses' margin, and goes from steps to the metric."""
     return MARGIN / float(coder.finer)
 
 
 def _bits(streams: Sequence[mx.array], rows: Array) -> Array:
-    """Uint16 (rows, halves of a row): the bits of these rows, stream after stream."""
+    """Return uint16 (rows, halves of a row): the bits of these rows, stream after stream."""
     if not len(rows):
         return np.empty((0, 0), np.uint16)
     at = mx.array(rows.astype(np.int32))
@@ -347,7 +347,7 @@ def _bits(streams: Sequence[mx.array], rows: Array) -> Array:
 
 
 def _with_rows(heads: Array, words: Array, whole_rows: Array) -> Array:
-    """The words of rows with these heads, and whole rows where the heads say so."""
+    """Return the words of rows with these heads, and whole rows where the heads say so."""
     parts, at, whole = [], 0, iter(whole_rows)
     for head in heads.tolist():
         if head == 0xFFFF:
@@ -362,8 +362,8 @@ def _with_rows(heads: Array, words: Array, whole_rows: Array) -> Array:
 
 
 def decode(groups: Sequence[GroupCodes], firsts: Sequence[int]) -> list[Restored]:
-    """Codes of groups, each of the same blocks, which begin at these tokens -> their rows, the blocks' one after the other.
-    DamagedCodes where more than words is.
+    """Decode codes of groups, each of the same blocks, which begin at these tokens -> their rows, the blocks' one after
+    the other. DamagedCodes where more than words is.
     """
     return decode_batch(brought_in(groups, firsts))
 
@@ -402,7 +402,7 @@ def brought_in(groups: Sequence[GroupCodes], firsts: Sequence[int]) -> GroupBatc
 
 
 def _check(group: GroupCodes, lengths: Sequence[int]) -> None:
-    """DamagedCodes for blocks that claim more words than they have, or whose offsets no encoder wrote."""
+    """Raise DamagedCodes for blocks that claim more words than they have, or whose offsets no encoder wrote."""
     steps = np.concatenate([codes.offset_steps for codes in group.blocks])
     suspect = bool((steps & 0x7F80 == 0x7F80).any())
     shape = -(-group.coder.group.channels // 2), group.coder.heads
@@ -417,7 +417,7 @@ def _check(group: GroupCodes, lengths: Sequence[int]) -> None:
 
 
 def _joined(parts: Sequence[Array]) -> Array:
-    """Words one after the other, one at least."""
+    """Return words one after the other, one at least."""
     edges = [0, *accumulate(len(part) for part in parts)]
     words = np.empty(max(1, edges[-1]), np.uint16)
 
@@ -430,7 +430,7 @@ def _joined(parts: Sequence[Array]) -> Array:
 
 
 def _parts(arrays: Sequence[Array]) -> list[mx.array]:
-    """Arrays in the GPU's memory, brought there together."""
+    """Return arrays in the GPU's memory, brought there together."""
     whole = mx.array(np.concatenate([array.ravel() for array in arrays]))
     ends = np.cumsum([array.size for array in arrays]).tolist()
     return [whole[end - array.size : end].reshape(array.shape) for array, end in zip(arrays, ends, strict=True)]
@@ -454,7 +454,7 @@ def decode_batch(batch: GroupBatch) -> list[Restored]:
 
 
 def _restored(coder: GroupCoder, products: Sequence[mx.array], batch: GroupBatch, group: int) -> list[mx.array]:
-    """Rows of each stream: products with what was scaled, centred and turned back as it was."""
+    """Return rows of each stream: products with what was scaled, centred and turned back as it was."""
     on_gpu, of, dialect = coder.group.on_gpu, _operands(coder), gpu_entropy.dialect()
     beside = _block_of_each(batch.runs), batch.offsets[group], batch.offset_steps[group]
     kept, bits = batch.kept[group]
@@ -526,7 +526,7 @@ def _operands(coder: GroupCoder) -> _Operands:
 
 @lru_cache(maxsize=8)
 def _block_of_each(runs: tuple[tuple[int, int], ...]) -> mx.array:
-    """The number of each token's block: uint32 (tokens,)."""
+    """Return the number of each token's block: uint32 (tokens,)."""
     counts = [last - first for first, last in runs]
     return mx.array(np.repeat(np.arange(len(counts), dtype=np.uint32), counts))
 
@@ -540,7 +540,7 @@ def _no_phases() -> tuple[mx.array, mx.array]:
 
 @lru_cache(maxsize=2)  # the layers of a model share a rotation, or two, as a rule; a long prompt's phases are large
 def _phases(rotation: Rope, runs: tuple[tuple[int, int], ...]) -> tuple[mx.array, mx.array]:
-    """Cosines and sines, float32 (tokens, pairs). Phases are float64's: of each 256th token, and between them added."""
+    """Return cosines and sines, float32 (tokens, pairs). Phases are float64's: of each 256th token, between them added."""
     radians = np.asarray(rotation.frequencies, np.float64)
     within = np.arange(_WITHIN)[:, None] * radians
     starts = np.array([start for first, last in runs for start in range(first, last, _WITHIN)])

@@ -111,7 +111,7 @@ def _prepare(tables: Tables) -> _GpuTables:
 
 
 def _packed(low: Array, high: Array, bits: int) -> Array:
-    """Two numbers in one uint32, of which the lower has so many bits."""
+    """Pack two numbers in one uint32, of which the lower has so many bits."""
     packed: Array = low.astype(np.uint32) | high.astype(np.uint32) << np.uint32(bits)
     return packed
 
@@ -137,7 +137,7 @@ class Classes(NamedTuple):
         return self.numbers.shape[1]
 
     def padded(self, values: mx.array) -> mx.array:
-        """Values (groups, components, rows) of as many components as there are classes at most."""
+        """Return values (groups, components, rows) of as many components as there are classes at most."""
         behind = self.most - values.shape[1]
         return mx.pad(values, [(0, 0), (0, behind), (0, 0)]) if behind else values
 
@@ -162,10 +162,10 @@ class Packed(NamedTuple):
 def pack(
     values: mx.array, lengths: mx.array, skipped: mx.array, limits: mx.array, classes: Classes, tables: Tables
 ) -> Packed:
-    """Values in steps, float16 (groups, most, rows), the squares of rows' lengths in steps, float32 (groups, rows), and which
-    rows are skipped, uint32 (rows,), whose heads are 0. A row is kept as it is if it loses more to vectors that are left out
-    than its group's limit, float32 (groups,), and LEFT_OUT_SHARE of its square along the others; it is `fine` if it loses no
-    more than the limit. Lazy.
+    """Pack values in steps, float16 (groups, most, rows), the squares of rows' lengths in steps, float32 (groups,
+    rows), and which rows are skipped, uint32 (rows,), whose heads are 0. A row is kept as it is if it loses more to
+    vectors that are left out than its group's limit, float32 (groups,), and LEFT_OUT_SHARE of its square along the
+    others; it is `fine` if it loses no more than the limit. Lazy.
     """
     prepared = _prepare(tables)
     room = min(2 * classes.most + 2, entropy.MOST_WORDS + 1)
@@ -200,7 +200,7 @@ def _bits(number: float) -> int:
 
 
 def gathered(packed: Packed) -> mx.array:
-    """The words of all rows, in their order: uint16. Waits for `ends`."""
+    """Return the words of all rows, in their order: uint16. Waits for `ends`."""
     count = int(packed.ends[-1, -1].item())  # type: ignore[arg-type]
     if not count:
         return mx.zeros((0,), mx.uint16)
@@ -213,9 +213,9 @@ def gathered(packed: Packed) -> mx.array:
 def unpack(
     heads: mx.array, words: mx.array, first: mx.array, classes: Classes, tables: Tables
 ) -> tuple[mx.array, mx.array]:
-    """Heads uint16 (groups, rows), words uint16, one at least, each row's from `first`, uint32 (groups, rows), on -> values
-    in steps, float16 (groups, most, rows), zeros of rows that are kept as they are; and what is wrong with each row, for
-    `reason_of`. Lazy.
+    """Unpack heads uint16 (groups, rows), words uint16, one at least, each row's from `first`, uint32 (groups, rows),
+    on -> values in steps, float16 (groups, most, rows), zeros of rows that are kept as they are; and what is wrong with
+    each row, for `reason_of`. Lazy.
     """
     prepared = _prepare(tables)
     values, wrong = kernels.unpack(

@@ -41,7 +41,7 @@ class Rope(NamedTuple):
         return np.asarray(self.frequencies, np.float64).tobytes(), self.interleaved, self.scale
 
     def redo(self, rows: Array, first: int, out: Array | None = None) -> Array:
-        """Rows float32 (tokens, heads, width), of tokens `first`, `first` + 1, ..., as RoPE turns them.
+        """Turn rows float32 (tokens, heads, width), of tokens `first`, `first` + 1, ..., as RoPE turns them.
 
         Written into `out`, of the same shape, which may be `rows`; a new array without it. ValueError for rows
         narrower than 2 * pairs.
@@ -49,7 +49,7 @@ class Rope(NamedTuple):
         return self._turn(rows, first, out, forth=True)
 
     def undo(self, rows: Array, first: int, out: Array | None = None) -> Array:
-        """The inverse of `redo`, but for float32's rounding."""
+        """Return the inverse of `redo`, but for float32's rounding."""
         return self._turn(rows, first, out, forth=False)
 
     def _turn(self, rows: Array, first: int, out: Array | None, forth: bool) -> Array:
@@ -88,7 +88,7 @@ NO_ROPE = Rope(np.zeros(0))
 
 @lru_cache(maxsize=8)  # the layers of a model share a rotation as a rule, and one call follows the other
 def _phases(frequencies: bytes, first: int, tokens: int) -> tuple[Array, Array]:
-    """Cosines and sines, float32 (tokens, pairs), of phases in float64."""
+    """Return cosines and sines, float32 (tokens, pairs), of phases in float64."""
     phases = np.arange(first, first + tokens, dtype=np.float64)[:, None] * np.frombuffer(frequencies, np.float64)
     cos, sin = np.cos(phases).astype(np.float32), np.sin(phases).astype(np.float32)
     cos.flags.writeable = sin.flags.writeable = False

@@ -71,7 +71,7 @@ class Tables:
 
 
 def symbol_of(magnitudes: Array) -> Array:
-    """The symbols of magnitudes (int, 0 to 32767)."""
+    """Return the symbols of magnitudes (int, 0 to 32767)."""
     octave = np.frexp(magnitudes.astype(np.float32))[1] - 1
     symbols = DIRECT + 4 * (octave - 3) + ((magnitudes >> np.maximum(octave - 2, 0)) & 3)
     return np.where(magnitudes < DIRECT, magnitudes, symbols).astype(np.int64)
@@ -84,20 +84,20 @@ def extra_bits(symbols: Array) -> Array:
 
 
 def least_magnitude(symbols: Array) -> Array:
-    """The magnitude of a symbol whose extra bits are all zero; 0 of the escape's."""
+    """Return the magnitude of a symbol whose extra bits are all zero; 0 of the escape's."""
     octave, quarter = np.divmod(np.maximum(symbols - DIRECT, 0), 4)
     magnitudes = np.where(symbols < DIRECT, symbols, (4 + quarter) << (octave + 1))
     return np.where(symbols == ESCAPE, 0, magnitudes)
 
 
 def class_of(spread: Array) -> Array:
-    """The class's index of components with these standard deviations, in steps: int32 (components,)."""
+    """Return the class's index of components with these standard deviations, in steps: int32 (components,)."""
     number = np.rint(np.log2(np.maximum(spread, 2.0**-30)) * OCTAVE)
     return np.clip(number - LOWEST, 0, CLASSES - 1).astype(np.int32)
 
 
 def shifted(classes: Array, gains: Array) -> Array:
-    """The classes (rows, components) of rows with these gains, numbers 0 to 14 of which 7 shifts none."""
+    """Return the classes (rows, components) of rows with these gains, numbers 0 to 14 of which 7 shifts none."""
     return np.clip(classes + (gains.astype(np.int32)[:, None] - GAINS // 2), 0, CLASSES - 1)
 
 
@@ -126,19 +126,19 @@ def points_of(tables: Tables) -> Array:
 
 
 def shifted_classes() -> Array:
-    """The class of a component of class c in a row of gain g, at index c + g: int64 (76,), of which 75 are used."""
+    """Return the class of a component of class c in a row of gain g, at index c + g: int64 (76,), of which 75 are used."""
     return np.clip(np.arange(CLASSES + GAINS) - GAINS // 2, 0, CLASSES - 1)
 
 
 def quantised(values: Array) -> Array:
-    """Values in steps, float32 -> whole steps, int32, of at most `MOST`; what is no number is 0."""
+    """Round values in steps, float32 -> whole steps, int32, of at most `MOST`; what is no number is 0."""
     magnitudes = np.floor(np.abs(values) + np.float32(DEAD_ZONE))
     magnitudes = np.minimum(np.where(np.isnan(magnitudes), 0, magnitudes), MOST).astype(np.int32)
     return np.where(values < 0, -magnitudes, magnitudes)
 
 
 def gains_of(steps: Array, classes: Array, tables: Tables) -> Array:
-    """The gain of each row that makes it cost least: steps int32 (rows, components), classes (components,) -> int64."""
+    """Return each row's gain at which it costs least: steps int32 (rows, components), classes (components,) -> int64."""
     symbols = symbol_of(np.abs(steps))
     costs = np.empty((len(steps), GAINS), np.int64)
     for gain in range(GAINS):
@@ -151,12 +151,12 @@ def gains_of(steps: Array, classes: Array, tables: Tables) -> Array:
 
 
 def first_guess() -> Tables:
-    """Tables of values that are distributed as Laplace has it, before any was seen."""
+    """Return tables of values that are distributed as Laplace has it, before any was seen."""
     return _tables(np.zeros((CLASSES, SYMBOLS)), np.zeros((CLASSES, FITTED)), np.zeros((CLASSES, FITTED)))
 
 
 def fit(groups: Iterable[tuple[Array, Array]], rounds: int = 2) -> Tables:
-    """Tables for groups of rows: values in steps float32 (rows, components), classes int32 (components,)."""
+    """Return tables for groups of rows: values in steps float32 (rows, components), classes int32 (components,)."""
     stepped = [(values, quantised(values), classes) for values, classes in groups]
     tables = first_guess()
     for _ in range(rounds):  # each row is counted where the round before would have it
@@ -181,7 +181,7 @@ def _tables(counts: Array, sums: Array, seen: Array) -> Tables:
 
 
 def _laplace() -> Array:
-    """The share of each symbol, by class: (61, 57)."""
+    """Return the share of each symbol, by class: (61, 57)."""
     spread = 2.0 ** ((np.arange(CLASSES) + LOWEST) / OCTAVE)
     first = np.append(least_magnitude(np.arange(ESCAPE)), MOST + 1.0)
     tail = np.exp(-np.sqrt(2) / spread[:, None] * np.maximum(first - DEAD_ZONE, 0))
@@ -189,7 +189,7 @@ def _laplace() -> Array:
 
 
 def _whole(shares: Array) -> Array:
-    """Shares of 1 as whole frequencies that add up to 4096; the escape has one at least, and what is rarer has none."""
+    """Return shares of 1 as whole frequencies that add up to 4096; the escape has one at least, what is rarer none."""
     whole = np.rint(shares * TOTAL).astype(np.int64)
     whole[ESCAPE] = max(whole[ESCAPE], 1)
     whole[whole[:ESCAPE].argmax()] += TOTAL - whole.sum()

@@ -74,7 +74,7 @@ class _AttentionShape(NamedTuple):
 
 
 def _sizes(rows: CodedRows, queries: mx.array) -> _AttentionShape:
-    """ValueError unless codes, scales and queries fit together."""
+    """Raise ValueError unless codes, scales and queries fit together."""
     codes, keys, values = rows.codes, constants_of(rows.keys), constants_of(rows.values)
     words = keys.words + values.words
     if codes.ndim != 4 or codes.shape[3] != words or codes.dtype != mx.uint32:
@@ -97,7 +97,7 @@ def _misfit(name: str, array: mx.array, wanted: str) -> ValueError:
 
 
 def _borrowed(array: mx.array, alive: list[Any]) -> Array:
-    """The array as it lies, or a copy of it whose last axis is contiguous; alive as long as `alive`."""
+    """Return the array as it lies, or a copy of it whose last axis is contiguous; alive as long as `alive`."""
     view = borrow(array)
     if view.size and view.shape[-1] > 1 and view.strides[-1] != view.itemsize:
         view = np.ascontiguousarray(view)
@@ -245,7 +245,7 @@ _scratches = threading.local()
 
 
 def _aligned(nbytes: int) -> Array:
-    """Bytes that begin where a vector may."""
+    """Return bytes that begin where a vector may."""
     memory = np.empty(nbytes + LONGEST_VECTOR, np.uint8)
     begin = -address_of(memory) % LONGEST_VECTOR
     return memory[begin : begin + nbytes]

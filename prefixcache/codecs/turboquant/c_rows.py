@@ -101,7 +101,7 @@ def describe() -> str:
 
 @lru_cache(maxsize=1)
 def paths() -> tuple[str, ...]:
-    """The code paths that this processor can run, slowest first; none where there is no kernel."""
+    """Return the code paths that this processor can run, slowest first; none where there is no kernel."""
     library = loaded().functions
     runnable = 0 if library is None else library.turboquant_paths()
     return tuple(path for i, path in enumerate(PATHS) if runnable >> i & 1)
@@ -112,7 +112,7 @@ _forced: str | None = None
 
 @contextlib.contextmanager
 def forced(path: str) -> Iterator[None]:
-    """For tests and measurements: every call, of any thread, takes this one of `paths`."""
+    """Have, for tests and measurements, every call of any thread take this one of `paths`."""
     global _forced
     if path not in paths():
         raise ValueError(f"path={path!r}: not one that this processor can run; choose from {', '.join(paths())}")
@@ -124,7 +124,7 @@ def forced(path: str) -> Iterator[None]:
 
 
 def path_number() -> int:
-    """The kernel's number of the path that calls take."""
+    """Return the kernel's number of the path that calls take."""
     return PATHS.index(_forced or paths()[-1])
 
 
@@ -164,7 +164,7 @@ _NOT_LEVELLED = _Leveller(0, 0, 0, 0, ())
 
 @lru_cache(maxsize=64)
 def constants_of(form: Form) -> _Constants:
-    """`struct form` of a form. ValueError where `takes(form)` is False."""
+    """Return `struct form` of a form. ValueError where `takes(form)` is False."""
     if not takes(form):
         raise ValueError(f"width={form.width}: not one that the C kernel takes; ask takes(form), and use numpy_rows")
     codebook, rotation = form.codebook, form.rotation
@@ -200,7 +200,7 @@ def constants_of(form: Form) -> _Constants:
 
 @lru_cache(maxsize=64)
 def plain_spread(form: Form) -> _Leveller:
-    """For rows that aren't levelled."""
+    """Return the leveller for rows that aren't levelled."""
     spread = np.ascontiguousarray(form.spread(None), np.float32)
     return _Leveller(0, 0, address_of(spread), 0, (spread,))
 
@@ -272,13 +272,13 @@ class _Work:
         self._copies: list[tuple[Array, Array]] = []
 
     def source(self, array: Array) -> Array:
-        """`array`, or a copy of it whose last axis is contiguous."""
+        """Return `array`, or a copy of it whose last axis is contiguous."""
         if array.ndim == 3 and array.strides[2] != array.itemsize:
             return np.ascontiguousarray(array)
         return array
 
     def target(self, array: Array) -> Array:
-        """`array`, or an array whose last axis is contiguous, and which `run` will copy there."""
+        """Return `array`, or an array whose last axis is contiguous, and which `run` will copy there."""
         if not array.flags.writeable:
             raise ValueError("an output is a read-only array; give one that can be written")
         if array.ndim == 3 and array.strides[2] != array.itemsize:
@@ -347,7 +347,9 @@ def _check(name: str, array: Array, dtype: np.dtype[Any], shape: tuple[int, ...]
 
 
 def _share_out(rows: int, nbytes: int, work: Callable[[int, int], None]) -> None:
-    """`work` on all rows [first, last), in shares that each thread takes one after the other, where there is enough."""
+    """Share out `work` on all rows [first, last), in shares that each thread takes one after the other, where there is
+    enough.
+    """
     share = -(-rows // max(1, nbytes // SHARE))
     share = -(-share // ROWS_AT_ONCE) * ROWS_AT_ONCE
     share_out(rows, share, nbytes // WORTH_A_THREAD, work)

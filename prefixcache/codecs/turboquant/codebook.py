@@ -53,7 +53,7 @@ class Codebook:
         return tuple((low + high) / 2 for low, high in zip(self.magnitudes, self.magnitudes[1:], strict=False))
 
     def centroids(self) -> Array:
-        """int8 (2**bits,): the integer c of each code."""
+        """Return int8 (2**bits,): the integer c of each code."""
         if self.bits == 8:
             return np.maximum(np.arange(256) - 128, -127).astype(np.int8)
         outward = np.array(self.magnitudes, np.int8)

@@ -74,7 +74,7 @@ class TurboQuantRows:
         return form_of(self.width, self.bits, self.seed)
 
     def encode(self, rows: mx.array, levels: Levels | None = None) -> list[Array]:
-        """(tokens, heads, width) -> [codes uint32 (tokens, heads, words), scale uint16 (tokens, heads)]."""
+        """Encode (tokens, heads, width) -> [codes uint32 (tokens, heads, words), scale uint16 (tokens, heads)]."""
         check_rows(rows, self.width, self.dtype)
         if rows.size and backends.on_gpu(self.form):
             return list(gpu_rows.encode(rows, self.form, levels))
@@ -85,7 +85,7 @@ class TurboQuantRows:
         return [codes, scales]
 
     def encode_all(self, batch: Sequence[Encoding]) -> None:
-        """Rows, bf16 as uint16 -> into codes uint32 (tokens, heads, words), scale uint16 (tokens, heads)."""
+        """Encode rows, bf16 as uint16 -> into codes uint32 (tokens, heads, words), scale uint16 (tokens, heads)."""
         backends.encode_all(batch, self.dtype, self.form)
 
     def encode_blocks(
@@ -112,7 +112,7 @@ class TurboQuantRows:
     def _encode_in_kernels(
         self, sides: mx.array, blocks: int, levels: Sequence[Levels], measured: LazyLevels | None, decoded: bool
     ) -> tuple[list[Array], mx.array | None]:
-        """Planes and decoded rows of blocks side by side. Nothing waits for the GPU but the copy of the codes."""
+        """Return planes and decoded rows of blocks side by side. Nothing waits for the GPU but the copy of the codes."""
         to_encode: mx.array | Levels | None = Levels.interleaved(levels) if levels else None
         to_decode = to_encode
         if measured is not None:
@@ -128,7 +128,7 @@ class TurboQuantRows:
         return [borrow(plane) for plane in by_block], back
 
     def decode(self, planes: Sequence[Array], capacity: int, levels: Levels | None = None) -> mx.array:
-        """[codes (tokens, heads, words), scale (tokens, heads)] -> (heads, capacity, width), zero from `tokens` on."""
+        """Decode [codes (tokens, heads, words), scale (tokens, heads)] -> (heads, capacity, width), zero from `tokens` on."""
         codes, scales = planes
         tokens, heads = scales.shape
         check_capacity(tokens, capacity)
@@ -142,12 +142,12 @@ class TurboQuantRows:
         return bring_in(rows, self.dtype)
 
     def decode_all(self, batch: Sequence[Decoding]) -> None:
-        """Codes uint32 (tokens, heads, words), scale uint16 (tokens, heads) -> into rows, bf16 as uint16."""
+        """Decode codes uint32 (tokens, heads, words), scale uint16 (tokens, heads) -> into rows, bf16 as uint16."""
         backends.decode_all(batch, self.dtype, self.form)
 
 
 def _by_block(levels: PackedLevels, blocks: int) -> PackedLevels:
-    """(heads * blocks, width) -> (blocks, heads, width)."""
+    """Turn (heads * blocks, width) -> (blocks, heads, width)."""
     shape = (-1, blocks, levels.steps.shape[1])
     mean = levels.mean.reshape(shape).swapaxes(0, 1) if levels.mean is not None else None
     return PackedLevels(mean, levels.steps.reshape(shape).swapaxes(0, 1))
@@ -251,7 +251,7 @@ def _pair(bits: int | tuple[int, int]) -> tuple[int, int]:
 
 
 def _override(item: tuple[object, object]) -> tuple[int, tuple[int, int] | None]:
-    """One of `layers`, checked; as a user writes it or as JSON has it."""
+    """Check one of `layers`, as a user writes it or as JSON has it."""
     layer, bits = item
     if isinstance(layer, str) and layer.removeprefix("-").isdecimal():
         layer = int(layer)

@@ -32,7 +32,7 @@ class LayerRows(NamedTuple):
         return self.key_width, self.value_width
 
     def check(self) -> None:
-        """ValueError for rows that TurboQuant doesn't take."""
+        """Raise ValueError for rows that TurboQuant doesn't take."""
         if self.dtype not in FLOATS:
             raise ValueError(f"rows of {self.dtype}: TurboQuant takes {', '.join(FLOATS)}; keep this layer as it is")
         for part, width in zip(("keys", "values"), self.widths, strict=True):
@@ -78,7 +78,7 @@ class Choice(NamedTuple):
         return form_of(kind.key_width, self.key_bits, self.seed), form_of(kind.value_width, self.value_bits, self.seed)
 
     def check(self) -> Choice:
-        """ValueError for bits and numbers that TurboQuant doesn't take."""
+        """Raise ValueError for bits and numbers that TurboQuant doesn't take."""
         self.codec()
         if type(self.recent_tokens) is not int or not 0 <= self.recent_tokens <= MOST_RECENT:
             raise ValueError(f"recent_tokens={self.recent_tokens!r}: give a number of tokens, 0 to {MOST_RECENT}")

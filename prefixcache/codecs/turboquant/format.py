@@ -68,7 +68,7 @@ class Form:
     """int8 (2**bits,): what each code stands for."""
 
     def spread(self, levels: Levels | None) -> Array:
-        """float32 (heads, width), or (1, width) for rows that aren't levelled: what the decoder multiplies y by."""
+        """Return float32 (heads, width), or (1, width) for rows that aren't levelled: what the decoder multiplies y by."""
         gain = self.rotation.signs[0] * self.decode_gain
         return gain[None] if levels is None else gain * levels.divisor
 

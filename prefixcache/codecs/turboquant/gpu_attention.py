@@ -108,8 +108,8 @@ def encode_pair(
     key_levels: mx.array | None = None,
     value_levels: mx.array | None = None,
 ) -> tuple[mx.array, mx.array]:
-    """Keys (B, heads, L, key width), values (B, heads, L, value width) of one float dtype -> codes uint32 (B, heads, L,
-    key words + value words), scales uint16 (B, heads, L, 2), lazy: of each part what `gpu_rows.encode_arrays` gives.
+    """Encode keys (B, heads, L, key width), values (B, heads, L, value width) of one float dtype -> codes uint32 (B, heads,
+    L, key words + value words), scales uint16 (B, heads, L, 2), lazy: of each part what `gpu_rows.encode_arrays` gives.
 
     Levels float32 (2, B or 1, heads, width): mean, weight. One launch where both parts have the same form and both are
     levelled or neither is; each part by itself, then joined, where not.
@@ -133,7 +133,7 @@ def encode_alike(
 
 
 def _encoded(rows: mx.array, form: Form, levels: mx.array | None) -> tuple[mx.array, mx.array]:
-    """(B, heads, L, width) -> codes (B, heads, L, words), scales (B, heads, L)."""
+    """Encode (B, heads, L, width) -> codes (B, heads, L, words), scales (B, heads, L)."""
     coded = []
     for b in range(rows.shape[0]):
         of_sequence = None if levels is None else mx.contiguous(levels[:, b if levels.shape[1] > 1 else 0])

@@ -49,7 +49,7 @@ def takes(form: Form) -> bool:
 
 
 def encode(rows: mx.array, form: Form, levels: Levels | None) -> tuple[Array, Array]:
-    """(tokens, heads, width) of a float dtype -> codes uint32 (tokens, heads, words), scales uint16 (tokens, heads).
+    """Encode (tokens, heads, width) of a float dtype -> codes uint32 (tokens, heads, words), scales uint16 (tokens, heads).
 
     Read-only views of MLX's memory: nobody else has these arrays, and the caller copies them to their place at once.
     """
@@ -77,7 +77,7 @@ def encode_arrays(rows: mx.array, form: Form, levels: Levels | mx.array | None) 
 
 
 def decode(codes: Array, scales: Array, capacity: int, dtype: str, form: Form, levels: Levels | None) -> mx.array:
-    """Codes (tokens, heads, words), scales (tokens, heads), as `encode` gives -> (heads, capacity, width), lazy."""
+    """Decode codes (tokens, heads, words), scales (tokens, heads), as `encode` gives -> (heads, capacity, width), lazy."""
     return decode_arrays(_as_mlx(codes), _as_mlx(scales), capacity, dtype, form, levels)
 
 
@@ -102,12 +102,12 @@ def _as_mlx(array: Array) -> mx.array:
 
 
 def for_encoding(levels: Levels) -> mx.array:
-    """float32 (2, heads, width) on the GPU: what the encoder subtracts and multiplies by."""
+    """Return float32 (2, heads, width) on the GPU: what the encoder subtracts and multiplies by."""
     return _in_gpu_memory(np.stack([levels.mean, levels.weight]))
 
 
 def for_decoding(levels: Levels, form: Form) -> mx.array:
-    """float32 (2, heads, width) on the GPU: what the decoder adds and multiplies by."""
+    """Return float32 (2, heads, width) on the GPU: what the decoder adds and multiplies by."""
     return _in_gpu_memory(np.stack([levels.mean, form.spread(levels)]))
 
 

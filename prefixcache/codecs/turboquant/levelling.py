@@ -30,9 +30,9 @@ assert len(_NUMBERS) == len(DTYPES)
 
 
 def measure_levels(rows: Array | mx.array | Sequence[Array], centred: bool) -> Levels:
-    """Levels of rows (tokens, heads, width), as they can be packed: neutral from fewer than 64 rows, and for a head that
-    holds what is no finite number. An MLX array is of float32; NumPy's may be float16, or bf16's bits as uint16, too. Several
-    are taken side by side, by heads.
+    """Return levels of rows (tokens, heads, width), as they can be packed: neutral from fewer than 64 rows, and for a
+    head that holds what is no finite number. An MLX array is of float32; NumPy's may be float16, or bf16's bits as
+    uint16, too. Several are taken side by side, by heads.
 
     mean is the channel's where rows are `centred`, else 0; divisor is (s / smallest s)**POWER, s the channel's mean absolute
     deviation from it, at least `FLOOR` of the median of its head's. Dividing by sqrt(s), half-way to equal channels, would
@@ -73,7 +73,9 @@ def measure_levels_lazily(rows: mx.array, centred: bool, firsts: Sequence[int] =
 
 
 def _centres_and_spreads(parts: Sequence[Array], centred: bool) -> tuple[Array, Array]:
-    """Mean and mean absolute deviation by head and channel, (heads, width); not finite for a head that has no usual row."""
+    """Return mean and mean absolute deviation by head and channel, (heads, width); not finite for a head that has no
+    usual row.
+    """
     mean, spread, size = channel_statistics(parts, centred)
     with np.errstate(invalid="ignore"):
         usual = size <= FAR * np.median(size, axis=1, keepdims=True)

@@ -71,8 +71,9 @@ class LevelStack:
 def encode(
     keys: mx.array, values: mx.array, key_levels: LevelStack, value_levels: LevelStack
 ) -> tuple[mx.array, mx.array]:
-    """Keys (B, heads, L, key width), values (B, heads, L, value width) of one float dtype -> codes uint32 (B, heads, L,
-    key words + value words), scales uint16 (B, heads, L, 2), as `CodedRows` has them."""
+    """Encode keys (B, heads, L, key width), values (B, heads, L, value width) of one float dtype -> codes uint32 (B,
+    heads, L, key words + value words), scales uint16 (B, heads, L, 2), as `CodedRows` has them.
+    """
     forms = key_levels.form, value_levels.form
     if all(map(backends.on_gpu, forms)):
         return gpu_attention.encode_pair(keys, values, *forms, key_levels.encoding, value_levels.encoding)
@@ -102,8 +103,9 @@ def encoder(key_levels: LevelStack, value_levels: LevelStack, dtype: mx.Dtype) -
 
 
 def decode(codes: mx.array, scales: mx.array, dtype: str, levels: LevelStack) -> mx.array:
-    """Codes uint32 (B, heads, T, words), scales uint16 (B, heads, T) of keys or of values, views as they lie -> rows
-    (B, heads, T, width) of `dtype`."""
+    """Decode codes uint32 (B, heads, T, words), scales uint16 (B, heads, T) of keys or of values, views as they lie ->
+    rows (B, heads, T, width) of `dtype`.
+    """
     form, (batch, heads, tokens, _) = levels.form, codes.shape
     if codes.size == 0:
         return mx.zeros((batch, heads, tokens, form.width), element(dtype).mlx)

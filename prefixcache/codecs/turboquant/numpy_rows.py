@@ -18,7 +18,8 @@ _INT16_MAX = 32767
 
 
 def encode(rows: Array, dtype: str, form: Form, levels: Levels | None, codes: Array, scales: Array) -> None:
-    """(tokens, heads, width), bf16 as uint16 -> into codes uint32 (tokens, heads, words), scales uint16 (tokens, heads).
+    """Encode (tokens, heads, width), bf16 as uint16 -> into codes uint32 (tokens, heads, words), scales uint16 (tokens,
+    heads).
 
     All three may be strided.
     """
@@ -38,7 +39,7 @@ def encode(rows: Array, dtype: str, form: Form, levels: Levels | None, codes: Ar
 
 
 def _columns(rows: Array, dtype: str) -> Array:
-    """(n, width) of `dtype` -> float32 (width, n), contiguous, owned."""
+    """Return (n, width) of `dtype` -> float32 (width, n), contiguous, owned."""
     if dtype != "bfloat16":
         return np.array(rows.T, np.float32, order="C")
     bits = np.array(rows.T, np.uint32, order="C")
@@ -47,7 +48,7 @@ def _columns(rows: Array, dtype: str) -> Array:
 
 
 def _encode_columns(x: Array, form: Form) -> tuple[Array, Array]:
-    """float32 (width, n), used up -> packed codes uint8 (bytes, n), scales uint16 (n,)."""
+    """Encode float32 (width, n), used up -> packed codes uint8 (bytes, n), scales uint16 (n,)."""
     codebook = form.codebook
     magnitude = x.view(np.uint32) & np.uint32(0x7FFFFFFF)
     top = (magnitude.max(axis=0) >> np.uint32(23)).astype(np.int32)
@@ -91,7 +92,7 @@ def _encode_columns(x: Array, form: Form) -> tuple[Array, Array]:
 
 
 def _folded(squares: Array) -> Array:
-    """The sums of the columns of (width, n), in the format's order; uses up its argument."""
+    """Return the sums of the columns of (width, n), in the format's order; uses up its argument."""
     count = len(squares)
     while count > 1:
         half = count // 2
@@ -104,13 +105,13 @@ def _folded(squares: Array) -> Array:
 
 
 def _scales(values: Array, exponents: Array) -> Array:
-    """Positive float32 times 2**exponents -> bf16 bits, uint16: 0 below the normal numbers, at most the largest one."""
+    """Return positive float32 times 2**exponents -> bf16 bits, uint16: 0 below the normal numbers, at most the largest."""
     bits = _bf16(values).astype(np.int32) + (exponents << 7)
     return np.where(bits < 0x80, 0, np.minimum(bits, LARGEST_SCALE)).astype(np.uint16)
 
 
 def _bf16(values: Array) -> Array:
-    """float32 -> the bits of the nearest bf16, ties to even: uint32. NaN stays NaN."""
+    """Return float32 -> the bits of the nearest bf16, ties to even: uint32. NaN stays NaN."""
     rounded: Array = values.view(np.uint32) >> np.uint32(16)
     rounded &= np.uint32(1)
     rounded += np.uint32(0x7FFF)
@@ -120,7 +121,7 @@ def _bf16(values: Array) -> Array:
 
 
 def decode(codes: Array, scales: Array, dtype: str, form: Form, levels: Levels | None, rows: Array) -> None:
-    """Codes (tokens, heads, words), scales (tokens, heads), as `encode` gives -> into rows (heads, tokens, width).
+    """Decode codes (tokens, heads, words), scales (tokens, heads), as `encode` gives -> into rows (heads, tokens, width).
 
     All may be strided; bf16 rows are uint16.
     """
@@ -148,7 +149,7 @@ def decode(codes: Array, scales: Array, dtype: str, form: Form, levels: Levels |
 
 
 def _unmixed(words: Array, form: Form) -> Array:
-    """Words uint32 (n, words) -> y, float32 or int16 (width, n)."""
+    """Return words uint32 (n, words) -> y, float32 or int16 (width, n)."""
     rotation = form.rotation
     y = unpack_centroids(words, form.width, form.codebook.bits, form.centroids).T
     bound = form.longest
@@ -164,7 +165,7 @@ def _unmixed(words: Array, form: Form) -> Array:
 
 
 def _cast(values: Array, dtype: str) -> Array:
-    """float32, used up -> `dtype`, bf16 as uint16, cut to its finite range."""
+    """Return float32, used up -> `dtype`, bf16 as uint16, cut to its finite range."""
     largest = LARGEST[dtype]
     np.clip(values, -largest, largest, out=values)
     if dtype == "bfloat16":

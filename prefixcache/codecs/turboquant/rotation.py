@@ -34,7 +34,7 @@ HOUSEHOLDER = (3, 5)
 
 
 def factors_of(width: int) -> tuple[int, ...]:
-    """The prime factors of `width`, ascending: 48 -> (2, 2, 2, 2, 3); 1 -> ()."""
+    """Return the prime factors of `width`, ascending: 48 -> (2, 2, 2, 2, 3); 1 -> ()."""
     factors, factor = [], 2
     while factor * factor <= width:
         while width % factor == 0:
@@ -48,7 +48,7 @@ def factors_of(width: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=16)
 def table_of(size: int) -> Array:
-    """float32 (size, size): the symmetric matrix of a prime of 7 or more, unnormalised; its rows have length gain."""
+    """Return float32 (size, size): the symmetric matrix of a prime of 7 or more, unnormalised; its rows have length gain."""
     k = np.arange(size)
     if size == 7:
         line = np.isin(k, (1, 2, 4))
@@ -60,7 +60,7 @@ def table_of(size: int) -> Array:
 
 
 def gain_of(factor: int) -> float:
-    """By how much the unnormalised matrix of a prime factor lengthens."""
+    """Say by how much the unnormalised matrix of a prime factor lengthens."""
     if factor == 2:
         return math.sqrt(2)
     if factor in HOUSEHOLDER:
@@ -109,14 +109,14 @@ class Rotation:
         return signs
 
     def forward(self, values: Array, spare: Array) -> tuple[Array, Array]:
-        """All rounds over float32 (width, n), a row in each column, using both buffers. Returns (result, the other)."""
+        """Apply all rounds over float32 (width, n), a row in each column, using both buffers. Returns (result, the other)."""
         for turn in range(self.rounds):
             values *= self.signs[turn][:, None]
             values, spare = self.mix(values, spare)
         return values, spare
 
     def mix(self, values: Array, spare: Array) -> tuple[Array, Array]:
-        """T over (width, n) of float32, or integers if `integral`, using both buffers. Returns (result, the other)."""
+        """Apply T over (width, n) of float32, or integers if `integral`, using both buffers. Returns (result, the other)."""
         n = values.shape[1]
         stride = 1
         for factor in self.factors:
