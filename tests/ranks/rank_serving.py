@@ -61,8 +61,8 @@ class RankServer(Endpoint):
     def _address(self) -> str:
         ended = [rank for rank, process in enumerate(self.ranks) if process.poll() is not None]
         assert not ended, f"ranks {ended} ended:\n" + "\n".join(map(self.said, ended))
-        found = re.search(r"serving at (http://\S+)", self.said())
-        return found[1] if found else ""
+        address = re.search(r"serving at (http://\S+)", self.said())
+        return address[1] if address else ""
 
     def troubles(self) -> list[str]:
         lines = [line for rank in range(len(self.ranks)) for line in self.said(rank).splitlines()]

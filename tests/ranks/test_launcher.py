@@ -50,10 +50,10 @@ class Launched(Endpoint):
         return self.log.read_text(errors="replace")
 
     def ready(self) -> Launched:
-        found = wait_for(
+        address = wait_for(
             lambda: re.search(r"serving at (http://\S+)", self.said()), "ranks that take requests", self.log
         )
-        self.url = found[1]
+        self.url = address[1]
         return self
 
     def ranks(self) -> list[psutil.Process]:
@@ -136,10 +136,10 @@ def test_ranks_that_something_else_started_go_on_without_it(model, tmp_path):
     ranks = [psutil.Process(int(pid)) for pid in done.stdout.split()]
     try:
         log, server = tmp_path / "log-0", Endpoint()
-        found = wait_for(
+        address = wait_for(
             lambda: re.search(r"serving at (http://\S+)", log.read_text()), "ranks that take requests", log
         )
-        server.url = found[1]
+        server.url = address[1]
         assert all(rank.is_running() for rank in ranks)
         assert ask(server, [{"role": "user", "content": text(30)}]).generated > 0
         ranks[0].send_signal(signal.SIGTERM)

@@ -151,8 +151,8 @@ class Server(Endpoint):
 
     def _address(self) -> str:
         assert self.process.poll() is None, f"the server ended with {self.process.returncode}:\n{self.said()}"
-        found = re.search(r"serving at (http://\S+)", self.said())
-        return found[1] if found else ""
+        address = re.search(r"serving at (http://\S+)", self.said())
+        return address[1] if address else ""
 
     def said(self) -> str:
         return self.log.read_text(errors="replace")
@@ -182,10 +182,10 @@ class Server(Endpoint):
         return self.process.wait(SECONDS)
 
 
-def wait_for(found: Callable[[], Any], what: str, log: Path | None = None) -> Any:
-    """Wait until `found()` is true, and give it."""
+def wait_for(condition: Callable[[], Any], what: str, log: Path | None = None) -> Any:
+    """Wait until `condition()` is true, and give it."""
     try:
-        return until(found, SECONDS)
+        return until(condition, SECONDS)
     except TimeoutError as error:
         raise AssertionError(f"{what}: {error}" + (f":\n{log.read_text(errors='replace')}" if log else "")) from None
 

@@ -30,7 +30,7 @@ LINE = re.compile(
 
 
 def told(server: Server) -> list[dict[str, str]]:
-    return [found.groupdict() for found in LINE.finditer(server.said())]
+    return [match.groupdict() for match in LINE.finditer(server.said())]
 
 
 # -- a server's log ---------------------------------------------------------------------------------------------------
@@ -77,13 +77,13 @@ def test_a_server_says_what_it_serves_and_whence_the_tokens_of_each_request_came
 
 
 def context(prompt: int, cached: int) -> Any:
-    made = object.__new__(upstream.GenerationContext)
-    made.prompt, made.prompt_cache_count = [7] * prompt, cached
-    return made
+    context = object.__new__(upstream.GenerationContext)
+    context.prompt, context.prompt_cache_count = [7] * prompt, cached
+    return context
 
 
 @pytest.mark.parametrize(
-    ("found", "cached", "of"),
+    ("depths", "cached", "of"),
     [
         (None, -1, (0, 0)),
         ((0, 0), 0, (0, 0)),
@@ -94,9 +94,9 @@ def context(prompt: int, cached: int) -> Any:
         ((100, 500), 60, (60, 0)),  # RAM lost some
     ],
 )
-def test_tokens_are_the_ssds_that_ram_had_not_when_the_request_came(found, cached, of):
+def test_tokens_are_the_ssds_that_ram_had_not_when_the_request_came(depths, cached, of):
     line = RequestLog()
-    line.depths = found and HitDepths(*found)
+    line.depths = depths and HitDepths(*depths)
     line.saw(context(1000, cached))
     fields = line.fields(CUT)
     assert (fields["ram_tokens"], fields["ssd_tokens"]) == of

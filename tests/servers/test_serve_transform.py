@@ -68,9 +68,9 @@ def test_answers_are_the_same_from_ram_and_after_a_restart_from_ssd(model, basis
         cold = chat(first, SYSTEM, QUESTIONS)
         again = chat(first, SYSTEM, QUESTIONS)
         said = model_line(first)
-    found = read(basis)
-    ratio = found.fp16_bytes / found.coded_bytes(4)
-    assert f"codec transform quality 4 basis {found.hash[:8]}: 6 layers transformed, {ratio:.1f} times smaller" in said
+    coded = read(basis)
+    ratio = coded.fp16_bytes / coded.coded_bytes(4)
+    assert f"codec transform quality 4 basis {coded.hash[:8]}: 6 layers transformed, {ratio:.1f} times smaller" in said
     assert cold[0].cached == 0
     assert cold[1].cached >= 256
     assert [answer.text for answer in again] == [answer.text for answer in cold]
@@ -118,10 +118,10 @@ def test_without_a_basis_one_line_says_what_to_run_and_rows_are_turboquants(tmp_
 def test_an_adapters_basis_is_used_with_it_and_not_without(tmp_path):
     model = save_model(tmp_path / "model")
     adapter = save_adapter(tmp_path / "adapter", model)
-    found = calibrate(model, tmp_path / "bases", adapter)
-    flags = ["--model", model, "--basis-dir", found.parent]
+    adapted = calibrate(model, tmp_path / "bases", adapter)
+    flags = ["--model", model, "--basis-dir", adapted.parent]
     with serving(tmp_path / "with.log", *flags, "--adapter-path", adapter, limits=LIMITS) as server:
-        assert f"basis {found.stem[-32:][:8]}" in model_line(server)
+        assert f"basis {adapted.stem[-32:][:8]}" in model_line(server)
     with starting(serve, tmp_path / "without.log", *LIMITS, *flags) as server:
         assert len(warnings_of(server.ready().said())) == 1
 
