@@ -105,11 +105,12 @@ def test_write_back_leaves_in_the_live_cache_what_a_fetch_gives(served):
 
 
 def noise(tensors):
-    tensors["z0.words"] = np.random.default_rng(0).integers(0, 1 << 16, len(tensors["z0.words"])).astype(np.uint16)
+    return {"z0.words": np.random.default_rng(0).integers(0, 1 << 16, len(tensors["z0.words"])).astype(np.uint16)}
 
 
 def infinity(tensors):
     tensors["z1.offset_steps"][3] = 0x7F80
+    return {}
 
 
 @pytest.mark.parametrize("change", [noise, infinity])
