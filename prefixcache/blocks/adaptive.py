@@ -67,8 +67,8 @@ class Adaptive:
     weighed in shadows: keys only, of a sample of the blocks.
 
     `_once` has what was asked for once, `_again` what was asked for again; what was demoted is evicted before both.
-    Invariants: a slot is in one of `_once`, `_again` and `_demoted`, or aside; `_asked_again` has those that are demoted or
-    aside; `_once_bytes` and `_again_bytes` are the sums over the two queues.
+    Invariants: a slot is in one of `_once`, `_again` and `_demoted`; `_asked_again` has those that are demoted; `_once_bytes`
+    and `_again_bytes` are the sums over the two queues.
     """
 
     NEW = -2  # it came, and the request that brought it has not ended
@@ -167,10 +167,6 @@ class Adaptive:
                     self._pull(slot)
                     self._put(slot, True)
                 self._note_use(slot, again or ended)
-            elif slot in self._asked_again and slot not in self._demoted:
-                again = again or self._asked_again[slot] or self._is_second_use(slot, ended)
-                self._asked_again[slot] = again
-                self._note_use(slot, again or ended)
         if ended:
             self._duel.request([slot.key for slot in slots], self._held)
 
@@ -187,21 +183,6 @@ class Adaptive:
 
     def remove(self, slot: Slot) -> None:
         self._pull(slot)
-        self._count_evicted(slot)
-
-    def aside(self, slot: Slot) -> None:
-        self._asked_again[slot] = self._pull(slot)
-
-    def back(self, slot: Slot, used: bool) -> None:
-        self._put(slot, self._asked_again.pop(slot), first=not used)
-
-    def forget(self, slot: Slot) -> None:
-        if slot in self:
-            self.remove(slot)
-        elif self._asked_again.pop(slot, None) is not None:
-            self._count_evicted(slot)
-
-    def _count_evicted(self, slot: Slot) -> None:
         self._states.pop(slot, None)
         self._ghosts.add(slot.key, self._held)
 
@@ -222,14 +203,12 @@ class Adaptive:
     def less_recent(self, slot: Slot, spilled: Slot) -> Iterator[Slot]:
         return takewhile(lambda other: other is not slot and other is not spilled, self)
 
-    def _put(self, slot: Slot, again: bool, first: bool = False) -> None:
-        queue = self._again if again else self._once
-        queue.add(slot)
-        if first:
-            queue.demote(slot)
+    def _put(self, slot: Slot, again: bool) -> None:
         if again:
+            self._again.add(slot)
             self._again_bytes += slot.nbytes
         else:
+            self._once.add(slot)
             self._once_bytes += slot.nbytes
 
     def _pull(self, slot: Slot) -> bool:
@@ -251,8 +230,8 @@ class Adaptive:
             queue.check_integrity()
         demoted, once, again = map(set, self._queues)
         assert len(demoted | once | again) == len(self), "a slot in two queues"
-        assert not (once | again) & self._asked_again.keys(), "a slot both in a queue and aside"
-        assert demoted <= self._asked_again.keys()
+        assert not (once | again) & self._asked_again.keys(), "a slot both in a queue and demoted"
+        assert demoted == self._asked_again.keys()
         assert self._states.keys() <= once | self._asked_again.keys()
         assert self._once_bytes == sum(slot.nbytes for slot in once)
         assert self._again_bytes == sum(slot.nbytes for slot in again)

@@ -251,25 +251,24 @@ class Graph:
             self._remove(slot)
 
     def begin_write(self, slot: Slot, tier: int) -> None:
-        """Let a slot's image wait for a tier: until `write_finished` it stays in RAM and stands in no order there."""
+        """Let a slot's image wait for a tier: until `write_finished` it stays in RAM, and keeps its place in the order."""
         if not slot.pending:
-            self.orders[RAM].aside(slot)
             self.budget.queue(slot.nbytes)
         slot.pending |= 1 << tier
         self._count_dependent(slot, tier, 1)  # what it depends on must stay in that tier meanwhile
 
-    def write_finished(self, slot: Slot, tier: int, used_since: bool) -> None:
-        """End the wait of a slot's image for a tier, well or not. `used_since`: it was used since the write began."""
+    def write_finished(self, slot: Slot, tier: int) -> None:
+        """End the wait of a slot's image for a tier, well or not."""
         slot.pending ^= 1 << tier
         self._count_dependent(slot, tier, -1)
         if not slot.pending:
             self.budget.queue(-slot.nbytes)
-            self.orders[RAM].back(slot, used_since)
         self.recency.unblock(slot)
 
     def detach(self, slot: Slot) -> None:
         """Take a slot that waits for a write out of sight at once; its bytes stay counted until `release`."""
-        self.orders[RAM].forget(slot)
+        if slot.is_in(RAM):
+            self.orders[RAM].remove(slot)
         self.recency.unflushed.pop(slot, None)
         for tier in self.tiers:
             if slot.is_in(tier):

@@ -62,17 +62,6 @@ class Lru:
         if len(self._ready) > 2 * len(self._blocked) + 64:
             self._drop_stale()
 
-    aside = remove
-
-    def back(self, slot: Slot, used: bool) -> None:
-        self._slots[slot] = None
-        if not used:  # it was among the least recent when its write began, and parents are written first
-            self.demote(slot)
-
-    def forget(self, slot: Slot) -> None:
-        if slot in self:
-            self.remove(slot)
-
     def demote(self, slot: Slot) -> None:
         self.remove(slot)
         self._lowest -= 1

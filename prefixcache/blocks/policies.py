@@ -36,15 +36,6 @@ class Order(Protocol):
     def remove(self, slot: Slot, /) -> None:
         """Delete a slot that is here."""
 
-    def aside(self, slot: Slot, /) -> None:
-        """Put a slot aside: it can't be evicted until it is taken `back`, or `forget` is called."""
-
-    def back(self, slot: Slot, used: bool, /) -> None:
-        """Take a slot back that was aside, and was `used` meanwhile or not: if not, it is evicted first."""
-
-    def forget(self, slot: Slot, /) -> None:
-        """Delete a slot that is here, aside, or neither."""
-
     def demote(self, slot: Slot, /) -> None:
         """Let a slot be evicted next, unless it is touched before."""
 

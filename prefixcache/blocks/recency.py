@@ -74,7 +74,7 @@ class Recency:
 
     def check_integrity(self, present: list[set[Slot]], slots: set[Slot]) -> None:
         """Raise AssertionError unless the orders have what they should, of what is `present` in each tier."""
-        assert set(self.orders[RAM]) == {slot for slot in present[RAM] if not slot.pending}
+        assert set(self.orders[RAM]) == present[RAM]
         for order in self.orders[1:]:
             assert set(order) == slots
         for order in self.orders:

@@ -227,7 +227,7 @@ class LowerTier:
         if slot is None or not slot.pending >> self.number & 1:
             return None
         used_since = slot.tick != entry.used
-        graph.write_finished(slot, self.number, used_since)
+        graph.write_finished(slot, self.number)
         if error is None:
             slot.checksum = entry.checksum
             self.unindexed.pop(entry.address, None)

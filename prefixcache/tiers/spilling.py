@@ -48,8 +48,8 @@ class Spilling:
                 return
 
     def _least_recent(self, nbytes: int) -> Iterator[Slot]:
-        """Yield the slots of the least recent `nbytes` of RAM, of which those that wait for a write take a part unseen."""
-        passed = self._state.budget.held().queued
+        """Yield the slots of the least recent `nbytes` of RAM."""
+        passed = 0
         for slot in self._state.graph.orders[RAM]:
             passed += slot.nbytes
             if passed > nbytes:

@@ -65,7 +65,7 @@ class Card:
     again: bool = False
     new: bool = True
     fetched: bool = False
-    where: str = "queue"  # or "demoted", "aside"
+    where: str = "queue"  # or "demoted"
 
 
 class PlainShares:
@@ -116,19 +116,6 @@ class PlainShares:
         if slot.key in self.left:
             self.left[self.left.index(slot.key)] = b""
         self.left.append(slot.key)
-
-    def aside(self, slot: Slot) -> None:
-        card = self.card(slot)
-        if card.where == "demoted":
-            self.demoted.remove(card)
-            self.cards.append(card)
-        card.where = "aside"
-
-    def back(self, slot: Slot, used: bool) -> None:
-        card = self.card(slot)
-        card.where = "queue"
-        self.cards.remove(card)
-        self.cards.insert(len(self.cards) if used else 0, card)
 
     def demote(self, slot: Slot) -> None:
         card = self.card(slot)
@@ -182,12 +169,8 @@ class OrderMachine(RuleBasedStateMachine):
         self.slots = [slot(number, random.Random(number).choice([10, 50, 100])) for number in range(16)]
         self.clock = 0
 
-    def drawn(self, data, where: str) -> Slot | None:
-        those = [
-            one
-            for one in self.slots
-            if self.plain.here(one) and (self.plain.card(one).where == "aside") == (where == "aside")
-        ]
+    def drawn(self, data) -> Slot | None:
+        those = [one for one in self.slots if self.plain.here(one)]
         return data.draw(st.sampled_from(those)) if those else None
 
     def tick(self, one: Slot) -> None:
@@ -215,15 +198,15 @@ class OrderMachine(RuleBasedStateMachine):
     def use_once(self, slots: list[Slot], ended: bool) -> None:
         for slot in slots:
             self.tick(slot)
-            if self.plain.here(slot) and self.plain.card(slot).where != "aside":
+            if self.plain.here(slot):
                 self.plain.touch(slot)
         self.order.touch(slots)
         for order in (self.order, self.plain):
             order.used(slots, ended)
 
-    @rule(data=st.data(), how=st.sampled_from(["remove", "aside", "demote", "leave", "leave"]))
+    @rule(data=st.data(), how=st.sampled_from(["remove", "demote", "leave", "leave"]))
     def change(self, data, how: str) -> None:
-        one = self.drawn(data, "queue")
+        one = self.drawn(data)
         if one is not None:
             if how == "leave":
                 one, how = next(iter(self.order)), "remove"
@@ -231,24 +214,9 @@ class OrderMachine(RuleBasedStateMachine):
             for order in (self.order, self.plain):
                 getattr(order, how)(one)
 
-    @rule(data=st.data(), used=st.booleans())
-    def back(self, data, used: bool) -> None:
-        one = self.drawn(data, "aside")
-        if one is not None:
-            for order in (self.order, self.plain):
-                order.back(one, used)
-
-    @rule(data=st.data())
-    def forget(self, data) -> None:
-        one = self.drawn(data, data.draw(st.sampled_from(["queue", "aside"])))
-        if one is not None:
-            self.order.forget(one)
-            self.plain.remove(one)
-            self.order.forget(one)
-
     @rule(data=st.data())
     def colder(self, data) -> None:
-        one, other = self.drawn(data, "queue"), self.drawn(data, "queue")
+        one, other = self.drawn(data), self.drawn(data)
         if one is not None:
             found = list(self.order.less_recent(one, other))
             places = self.plain.order()
@@ -331,14 +299,14 @@ class TreeMachine(RuleBasedStateMachine):
     @rule(count=st.integers(1, 3), leave=st.integers(0, 2), written=st.booleans(), tokens=prompts)
     def save(self, count: int, leave: int, written: bool, tokens: list[int]) -> None:
         """Images wait for the SSD while others leave and are used, and are written then or not."""
-        waiting = [(slot, slot.tick) for slot in list(self.graph.orders[RAM])[:count]]
-        for slot, _ in waiting:
+        waiting = list(self.graph.orders[RAM])[:count]
+        for slot in waiting:
             self.graph.begin_write(slot, SSD)
         self.evict(RAM, leave)
         self.planting.touch(tokens)
         self.graph.check_integrity()
-        for slot, tick in waiting:
-            self.graph.write_finished(slot, SSD, slot.tick != tick)
+        for slot in waiting:
+            self.graph.write_finished(slot, SSD)
             if written:
                 self.planting.spill(slot)
 

@@ -229,3 +229,19 @@ def test_a_server_that_is_killed_after_16_answers_and_a_rest_has_their_whole_blo
             answer = ask(server, question)
             assert answer.cached >= answer.prompt // 256 * 256 - 256
             assert answer.cached >= 256
+
+
+@pytest.mark.parametrize("policy", ["lru", "adaptive"])
+@pytest.mark.parametrize("how", ["flush", "idle"])
+def test_what_was_written_keeps_its_place_in_the_order_of_eviction(opened, policy, how):
+    cache = opened(ram="600KB", policy=policy)
+    idle = quiet(cache)
+    for seed in range(20):
+        put(cache, prompt(seed, 512))
+        if how == "flush":
+            assert cache.flush(30)
+        else:
+            rest(cache, idle)
+    here = [cache.match(prompt(seed, 512), model="m").ram == 512 for seed in range(20)]
+    assert here == sorted(here)  # the last stored
+    assert 4 <= sum(here) < 20
