@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from prefixcache.blocks.budget import Reservation
+from prefixcache.blocks.budget import Budget, Reservation
 from prefixcache.blocks.lookup import required_images
 from prefixcache.blocks.node import RAM
 from prefixcache.byte_sizes import parse_size, size
@@ -62,6 +62,7 @@ from prefixcache.store_fetch_remove.remove import remove, remove_following
 from prefixcache.store_fetch_remove.selection import Selection
 from prefixcache.store_fetch_remove.stats import collect_stats
 from prefixcache.store_fetch_remove.store import StoreCall, Stored
+from prefixcache.tiers.hot import HotPrompts
 from prefixcache.tiers.idle import Idle
 from prefixcache.tiers.memory_pressure import Pressure
 from prefixcache.tiers.promotion import Promoter, last_of
@@ -134,6 +135,9 @@ class PrefixCache:
         self._recorder = Recorder(self.settings.trace) if self.settings.trace is not None else None
         has_ssd = self.settings.ssd_dir is not None and self.settings.ssd != 0
         self._storage = Storage(self.settings, ram, tiers=1 + has_ssd)
+        if (memory := device_memory()) is not None:
+            limit = self.settings.hot_bytes(ram, memory)
+            self._storage.hot = HotPrompts(Budget(limit), limit)
         self._namespaces = Namespaces(self._storage, self.codec, Bases(self.settings.basis_dir))
         self._pins = Pins(self._storage)
         self._kernels = turboquant_backends.describe()
@@ -767,8 +771,9 @@ class PrefixCache:
         if "ram" in sizes:
             if self._ssd is not None:
                 self._ssd.resize_queue(self.settings.queue_bytes(sizes["ram"]))
-            with self._storage.lock:
-                self._storage.hot.resize(self.settings.hot_bytes(sizes["ram"]))
+            if device_memory() is None:
+                with self._storage.lock:
+                    self._storage.hot.resize(self.settings.hot_bytes(sizes["ram"]))
             self._storage.ram.resize(sizes["ram"], self.settings.spill_wait if wait is None else wait, asked=True)
             give_back()
         if "ssd" in sizes:
@@ -925,6 +930,14 @@ def _of_rank(settings: Settings, ranks: Ranks) -> Settings:
     if not ranks.is_first:
         own["trace"] = None
     return settings.model_copy(update=own)
+
+
+def device_memory() -> int | None:
+    """Return the bytes of memory that MLX's device has of its own, as an NVIDIA GPU; None where it computes in RAM."""
+    if not mx.cuda.is_available() or mx.default_device().type != mx.DeviceType.gpu:
+        return None
+    told = mx.device_info()
+    return int(told.get("total_memory") or told.get("memory_size") or 0)
 
 
 def usable_memory() -> int:

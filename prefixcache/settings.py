@@ -40,7 +40,7 @@ def ram_auto(memory: int, weights: int = 0) -> int:
     return max(min(memory // 4, memory - memory // 8 - weights), memory // 64)
 
 
-HOT_SHARE = 4  # hot="auto" is a 4th of the RAM budget
+HOT_SHARE, DEVICE_SHARE = 4, 8  # hot="auto" is a 4th of the RAM budget, or an 8th of a GPU's own memory
 QUEUE_SHARE = 4  # spill_queue="auto" is a 4th of the RAM budget
 IDLE_SHARE, IDLE_LEAST = 10, 10**9  # spill_idle="auto" is a 10th of the SSD's limit, or so many bytes
 BASIS_DIR = Path("~/.cache/prefixcache-bases")  # one for all servers of a user: a basis is of a model, not of a cache
@@ -60,7 +60,8 @@ class Settings(BaseSettings):
     hot: AutoSize = Field(
         "auto",
         description="of ram, for the decoded state of the prompts used last: a hit has nothing to decode. It takes what is "
-        'free, and leaves before any image. "auto": a quarter of the budget. 0: none',
+        'free, and leaves before any image. On an NVIDIA GPU it is of its memory instead. "auto": a quarter of the budget, '
+        "or an eighth of the GPU's memory. 0: none",
     )
     ssd_dir: Path | None = Field(None, description="directory of the SSD tier; none: RAM only")
     ssd: AutoSize = Field(
@@ -260,9 +261,11 @@ class Settings(BaseSettings):
             return self.ssd_reserve
         return min(shutil.disk_usage(_existing(directory)).total // 20, 4 * 10**9)
 
-    def hot_bytes(self, ram: int) -> int:
-        """Return what hot prompts may take of a RAM budget of `ram`."""
-        return ram // HOT_SHARE if self.hot == "auto" else min(self.hot, ram)
+    def hot_bytes(self, ram: int, device: int | None = None) -> int:
+        """Return what hot prompts may take of a RAM budget of `ram`, or of the memory that the device has of its own."""
+        if self.hot == "auto":
+            return ram // HOT_SHARE if device is None else device // DEVICE_SHARE
+        return min(self.hot, ram if device is None else device)
 
     def queue_bytes(self, ram: int) -> int:
         """Return how many bytes may wait for the SSD, beside a RAM budget of `ram`."""

@@ -123,6 +123,7 @@ STATE = (  # now, of `Stats`
     Series("ram_configured_bytes", "The RAM budget that was asked for.", "ram_configured"),
     Series("ram_peak_bytes", "The most RAM that was held at once.", "ram_peak"),
     Series("images", "Images by tier; many are in both.", {"ram": "images_in_ram", "ssd": "images_on_ssd"}, "tier"),
+    Series("hot_bytes", "What hot prompts take, in RAM or on the device (setting hot).", "hot_bytes"),
     Series("hot_prompts", "Prompts whose decoded state is kept (setting hot).", "hot_prompts"),
     Series("pinned_images", "Images pinned against eviction.", "pinned"),
     Series("blocks", "Blocks of tokens that are known, in any tier.", "blocks"),

@@ -149,7 +149,7 @@ class Stats:
     ram_queued: int
     ram_nodes: int
     ram_hot: int
-    """Of hot prompts, `hot_prompts` in number (setting `hot`)."""
+    """Of hot prompts, where the device computes in RAM (setting `hot`)."""
     ram_reserved: int
     ram_peak: int
     namespaces: int
@@ -161,6 +161,8 @@ class Stats:
     images_on_ssd: int
     pinned: int
     hot_prompts: int
+    hot_bytes: int
+    """Of hot prompts, in RAM or on the device."""
     codec: str
     kernels: dict[str, str]
     """What code runs TurboQuant here: "cpu", and "device" where MLX's default device is a GPU."""

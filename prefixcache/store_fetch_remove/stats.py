@@ -38,6 +38,7 @@ def collect_stats(
             images_on_ssd=sum(graph.images[RAM + 1 :]),
             pinned=graph.pinned,
             hot_prompts=len(storage.hot),
+            hot_bytes=storage.hot.nbytes,
             codec=codec,
             kernels=kernels,
             counters=counters.copy(denied=counters.denied + budget.denied),

@@ -41,6 +41,10 @@ class HotPrompts:
         self.budget, self.limit, self.nbytes = budget, limit, 0
         self._prompts: OrderedDict[int, HotPrompt] = OrderedDict()  # by the state's id
 
+    def take_room_of(self, budget: Budget) -> bool:
+        """Tell whether this budget counts their bytes."""
+        return self.budget is budget
+
     def __len__(self) -> int:
         return len(self._prompts)
 

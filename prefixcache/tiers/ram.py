@@ -68,7 +68,7 @@ class Ram:
         while hot.nbytes + nbytes > hot.limit:
             if not hot.evict():
                 return None
-        if hot.budget is state.budget and self._lower.spill_tier is not None:
+        if hot.take_room_of(state.budget) and self._lower.spill_tier is not None:
             self._make_room(nbytes, False, None, for_hot=True)
         while hot.budget.room < nbytes:
             if not hot.evict():
@@ -163,7 +163,7 @@ class Ram:
 
     def _evict_hot(self) -> bool:
         """Evict the least recently used hot prompt that takes RAM. False where there is none."""
-        return self._state.hot.budget is self._state.budget and self._state.hot.evict()
+        return self._state.hot.take_room_of(self._state.budget) and self._state.hot.evict()
 
     def _make_room(self, nbytes: int, drop: bool, claim: Claim | None, for_hot: bool = False) -> bool:
         state, budget = self._state, self._state.budget

@@ -64,8 +64,9 @@ class StorageState:
             slot.image, slot.tiers, slot.pins = None, 0, 0  # whoever is still at work finds nothing
         self.namespaces.clear()
         self.hot.clear()
-        self.budget = Budget(self.budget.limit)
-        self.hot = HotPrompts(self.budget, self.hot.limit)
+        in_ram, self.budget = self.hot.take_room_of(self.budget), Budget(self.budget.limit)
+        if in_ram:
+            self.hot = HotPrompts(self.budget, self.hot.limit)
         version = self.graph.version
         self.graph = Graph(self.budget, self.graph.policy, len(self.graph.tiers))
         self.graph.version = version + 1  # what prompts walked was the old graph

@@ -218,3 +218,23 @@ def test_a_chat_goes_on_hot_from_turn_to_turn(cache):
         states.stored_in_steps(cache, asked, layers, len(tokens) - len(rest), 256)
         assert cache.keep_hot(asked, layers)
         assert cache.stats().hot_prompts == 1
+
+
+def test_a_device_with_memory_of_its_own_has_a_budget_of_its_own(monkeypatch):
+    monkeypatch.setattr("prefixcache.cache.device_memory", lambda: 8_000_000)
+    with PrefixCache(ram="400kB", codec="raw", memory_reserve=0) as cache:
+        for seed in range(20):
+            cache.store(prompt(seed), made := states.sliceable(prompt(seed)), model="m")
+            assert cache.keep_hot(prompt(seed), made, model="m")
+            cache.check_integrity()
+        stats = cache.stats()
+        assert stats.counters.evicted > 0
+        assert stats.ram_hot == 0
+        assert 0 < stats.hot_bytes <= 1_000_000
+        assert stats.hot_prompts > 5  # images that left RAM took their hot prompts with them only when asked for
+        assert cache.fetch([*prompt(19), 1], model="m")[1] == [1]
+        assert cache.fetch([*prompt(12), 1], model="m")[0] is None
+        cache.resize(ram="300kB")
+        assert cache.stats().hot_bytes == stats.hot_bytes
+        cache.clear()
+        assert cache.stats().hot_bytes == 0

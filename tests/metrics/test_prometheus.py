@@ -59,7 +59,7 @@ LABELLED = {
     ("evicted_images", "ssd"): "ssd_evicted",
 }
 STATE = {
-    **alike("namespaces blocks hot_prompts"),
+    **alike("namespaces blocks hot_prompts hot_bytes"),
     "ram_limit_bytes": "ram_limit",
     "ram_configured_bytes": "ram_configured",
     "ram_peak_bytes": "ram_peak",

@@ -187,7 +187,7 @@ def facts(url: str, before: Page | None, now: Page) -> Facts:
         "hit_rate": {tier: _share(before, now, (("hit_tokens", tier),), asked) for tier in TIERS},
         "hit_rate_since_start": {tier: _share(None, now, (("hit_tokens", tier),), asked) for tier in TIERS},
         "ram": {
-            **{state: now.get("ram_bytes", state) for state in ("images", "queued", "nodes", "reserved")},
+            **{state: now.get("ram_bytes", state) for state in ("images", "queued", "nodes", "hot", "reserved")},
             "limit": now.get("ram_limit_bytes"),
             "configured": now.get("ram_configured_bytes"),
         },

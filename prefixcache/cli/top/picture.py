@@ -64,8 +64,8 @@ def _hits(now: Facts) -> str:
 
 
 def _ram(ram: Facts) -> Text:
-    used = sum(int(ram[state] or 0) for state in ("images", "queued", "nodes", "reserved"))
-    rest = ", ".join(f"{name} {size(int(ram[name] or 0))}" for name in ("queued", "nodes", "reserved"))
+    used = sum(int(ram[state] or 0) for state in ("images", "queued", "nodes", "hot", "reserved"))
+    rest = ", ".join(f"{name} {size(int(ram[name] or 0))}" for name in ("queued", "nodes", "hot", "reserved"))
     short = ""
     if (ram["limit"] or 0) < (ram["configured"] or 0):
         short = f"\nshort of memory: of {size(int(ram['configured']))} configured"
