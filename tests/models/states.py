@@ -192,13 +192,11 @@ def check(prompt_cache: list[Any], tokens: Sequence[int]) -> None:
             assert mx.array_equal(cache.values[:, :, :n], values)
         elif isinstance(cache, RotatingKVCache):
             keys, _ = rows(tokens, 5)
-            assert cache.offset == n
-            if n <= cache.max_size:
-                assert mx.array_equal(cache.keys, keys)
-            else:
-                keep, held = cache.keep, cache.max_size - 1 - cache.keep
-                assert mx.array_equal(cache.keys[:, :, :keep], keys[:, :, :keep])
-                assert mx.array_equal(cache.keys[:, :, keep + 1 :], keys[:, :, n - held :])
+            (leaf,) = read([cache]).leaves
+            assert leaf.positions == n
+            assert sum(last - first for first, last in leaf.held) >= min(n, cache.max_size - 1)
+            for first, last in leaf.held:
+                assert mx.array_equal(cache.keys[:, :, mx.array(leaf.where(first, last))], keys[:, :, first:last])
         elif isinstance(cache, ChunkedKVCache):
             keys, values = rows(tokens, 5)
             first, held = cache.start_position, n - cache.start_position

@@ -46,6 +46,8 @@ class TieredPromptCache:
     Thread-safe: calls take turns.
     """
 
+    CacheEntry, CacheOrder = LRUPromptCache.CacheEntry, LRUPromptCache.CacheOrder  # mlx-lm asks for them
+
     def __init__(
         self,
         cache: PrefixCache,
@@ -110,11 +112,10 @@ class TieredPromptCache:
         salt: bytes = b"",
         write_back_from: int | None = None,
     ) -> int:
-        """Keep the prompt cache of these tokens. It is read here, and neither changed nor held (but see the class). Returns
-        how many of the tokens a PrefixCache can give now. A `Prompt` stands for its model, tokens and salt.
-
-        With `write_back_from` the prompt cache is given up: from this token on its rows become what a hit gives, those before
-        are, and it is kept hot (`PrefixCache.keep_hot`).
+        """Keep the prompt cache of these tokens. It is read here, and neither changed nor held (but see the class); an
+        answer's whose rows are what a hit gives is kept hot, see `PrefixCache.keep_hot`. Returns how many of the tokens a
+        PrefixCache can give now. A `Prompt` stands for its model, tokens and salt. `write_back_from`: see
+        `PrefixCache.store`.
         """
         kept = 0
         with self._turn:
@@ -126,7 +127,7 @@ class TieredPromptCache:
                     self.reading.ended(prompt)
                     labelled = prompt.labelled(cache_type)
                     kept = self.cache.store(labelled, prompt_cache, write_back_from=write_back_from).tokens
-                    if write_back_from is not None:
+                    if cache_type == "assistant":  # the others go on
                         self.cache.keep_hot(labelled, prompt_cache)
                 except CacheError as error:
                     self._insert_live(prompt, prompt_cache, cache_type, error)

@@ -187,6 +187,7 @@ class TieredPrefixCache:
             stored = self.cache.store(prompt, cache)
             if not stored.tokens:
                 raise MemoryError("the budget has no room for its first block")
+            self.cache.keep_hot(prompt, cache)
             held = {name: hold(value) for name, value in (auxiliary or {}).items()}
         except Exception as error:
             self._reject(error)
