@@ -66,7 +66,6 @@ TOKENS = "tokens"  # the tensor (I64, one dimension) that holds the tokens of a 
 START_BOUND, SIZE_BOUND = 1 << 40, 1 << 40  # a start and a dimension are below these
 _DIMENSIONS = 32  # what NumPy can shape
 _ALIGN = 8
-_FIELDS = ("checksum", "format", "kind", "key", "parent", "namespace", "model", "codec", "layout", "start", "extra")
 _KEY = re.compile("[0-9a-f]{64}")
 _HEX = {"checksum": re.compile("[0-9a-f]{32}"), "key": _KEY, "parent": _KEY, "namespace": _KEY}
 # How a `Blueprint` begins a header, with what tells apart the images of one layout in groups.
@@ -102,8 +101,9 @@ class Spec(NamedTuple):
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
-class Meta(NamedTuple):
-    """What an image says of itself. Keys are 64 hex digits; `codec`, `layout` and `extra` are JSON text.
+class HeaderFields(NamedTuple):
+    """The fields of an image's header, but for its checksum and format. Keys are 64 hex digits; `codec`, `layout` and `extra`
+    are JSON text.
 
     `start` is the number of tokens before the image's first; `parent` the key of the block before (the namespace's root
     key at the start).
@@ -120,10 +120,13 @@ class Meta(NamedTuple):
     extra: str = "{}"
 
 
-class Header(NamedTuple):
+_REQUIRED = ("checksum", "format", *HeaderFields._fields)
+
+
+class ParsedHeader(NamedTuple):
     """What a valid header says. `tokens`: first and last byte of the tokens, counted from the header's end; None without."""
 
-    meta: Meta
+    fields: HeaderFields
     checksum: str
     tokens: tuple[int, int] | None
 
@@ -145,18 +148,18 @@ class Image:
     def checksum(self) -> str:
         return bytes(self.data[_CHECKSUM]).decode("ascii", "replace")
 
-    def header(self) -> tuple[Meta, dict[str, np.ndarray]]:
+    def header(self) -> tuple[HeaderFields, dict[str, np.ndarray]]:
         """Return what it says of itself, and a read-only view of each tensor by name (bf16 as uint16)."""
         end = 8 + int(self.data[:8].view("<u8")[0])
-        fields = json.loads(bytes(self.data[8:end]))
-        meta = fields.pop("__metadata__")
+        table = json.loads(bytes(self.data[8:end]))
+        metadata = table.pop("__metadata__")
         tensors = {
             name: self.data[end + entry["data_offsets"][0] : end + entry["data_offsets"][1]]
             .view(DTYPES[entry["dtype"]])
             .reshape(entry["shape"])
-            for name, entry in fields.items()
+            for name, entry in table.items()
         }
-        return _meta(meta), tensors
+        return _fields_of(metadata), tensors
 
     def tensors(self) -> dict[str, np.ndarray]:
         return self.header()[1]
@@ -165,11 +168,11 @@ class Image:
 class Blueprint:
     """An image before its bytes: `nbytes` is exact, so that the room can be reserved first."""
 
-    def __init__(self, meta: Meta, specs: list[Spec]):
-        self.meta = meta
+    def __init__(self, fields: HeaderFields, specs: list[Spec]):
+        self.fields = fields
         # Wide elements first: every tensor then starts at a multiple of its element's size.
         self._specs = sorted(specs, key=lambda spec: -DTYPES[spec.dtype].itemsize)
-        described = {"checksum": _BLANK.decode(), "format": str(FORMAT), **meta._asdict(), "start": str(meta.start)}
+        described = {"checksum": _BLANK.decode(), "format": str(FORMAT), **fields._asdict(), "start": str(fields.start)}
         table: dict[str, Any] = {"__metadata__": described}
         at = 0
         for spec in self._specs:
@@ -209,9 +212,9 @@ class ImageDraft:
 def examine(
     data: np.ndarray,
     checksum: str | None = None,
-    parse: Callable[[bytes, int], Header] | None = None,
+    parse: Callable[[bytes, int], ParsedHeader] | None = None,
     digest: Digest | None = None,
-) -> Header:
+) -> ParsedHeader:
     """Return the header of foreign bytes (uint8) that are whole and valid; raise ImageError with the reason for others.
 
     `checksum` is what the index says of the file; without it the file's own is the judge. `parse` is `parse_header`, or that
@@ -278,27 +281,27 @@ def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-def parse_header(header: bytes, room: int) -> Header:
+def parse_header(header: bytes, room: int) -> ParsedHeader:
     """Return what a header says. Raise ImageError unless a `Blueprint` could have written it for `room` bytes of tensors."""
     try:
         table = json.loads(header, object_pairs_hook=_no_twins)
     except (ValueError, RecursionError):
         raise ImageError("the header is not JSON") from None
-    fields = table.pop("__metadata__", None) if isinstance(table, dict) else None
-    said = fields.get("format") if isinstance(fields, dict) else None
+    metadata = table.pop("__metadata__", None) if isinstance(table, dict) else None
+    said = metadata.get("format") if isinstance(metadata, dict) else None
     if isinstance(said, str) and said != str(FORMAT):  # first: another format may have other fields
         raise WrongFormat(said)
-    if not isinstance(fields, dict) or not all(isinstance(fields.get(name), str) for name in (*_FIELDS, *fields)):
+    if not isinstance(metadata, dict) or not all(isinstance(metadata.get(n), str) for n in (*_REQUIRED, *metadata)):
         raise ImageError("the header lacks a field, or one is not text")
-    if not all(digits.fullmatch(fields[name]) for name, digits in _HEX.items()):
+    if not all(digits.fullmatch(metadata[name]) for name, digits in _HEX.items()):
         raise ImageError("a key is not 64 hex digits, or the checksum not 32")
-    start = fields["start"]
-    if fields["kind"] not in KINDS or not (start.isascii() and start.isdecimal() and len(start) <= 13):
+    start = metadata["start"]
+    if metadata["kind"] not in KINDS or not (start.isascii() and start.isdecimal() and len(start) <= 13):
         raise ImageError("the header's kind or start is not valid")
     if int(start) >= START_BOUND:
         raise ImageError("the header's kind or start is not valid")
     try:
-        "".join(fields.values()).encode()
+        "".join(metadata.values()).encode()
     except UnicodeEncodeError:
         raise ImageError("the header holds characters that UTF-8 can't") from None
     at, tokens = 0, None
@@ -313,7 +316,7 @@ def parse_header(header: bytes, room: int) -> Header:
         at += nbytes
     if at != room:
         raise ImageError(f"tensors of {at} bytes in room for {room}")
-    return Header(_meta(fields), fields["checksum"], tokens)
+    return ParsedHeader(_fields_of(metadata), metadata["checksum"], tokens)
 
 
 def _tensor_bytes(entry: Any) -> int:
@@ -334,9 +337,9 @@ class Headers:
     """
 
     def __init__(self) -> None:
-        self._known: dict[tuple[bytes, bytes, bytes, int], Header] = {}
+        self._known: dict[tuple[bytes, bytes, bytes, int], ParsedHeader] = {}
 
-    def parse(self, header: bytes, room: int) -> Header:
+    def parse(self, header: bytes, room: int) -> ParsedHeader:
         identity = _IDENTITY.match(header)
         # A quote within a text is written \", so the first place where this stands is the field's.
         start = _START.search(header, identity.end()) if identity else None
@@ -350,9 +353,10 @@ class Headers:
             if len(self._known) < _KNOWN:
                 self._known[constant] = known
             return known
-        meta = known.meta._replace(kind=kind, key=key, parent=parent, namespace=namespace, start=int(start[1]))
-        return Header(meta, checksum, known.tokens)
+        fields = known.fields._replace(kind=kind, key=key, parent=parent, namespace=namespace, start=int(start[1]))
+        return ParsedHeader(fields, checksum, known.tokens)
 
 
-def _meta(fields: dict[str, str]) -> Meta:
-    return Meta(**{name: fields[name] for name in Meta._fields if name != "start"}, start=int(fields["start"]))
+def _fields_of(metadata: dict[str, str]) -> HeaderFields:
+    texts = {name: metadata[name] for name in HeaderFields._fields if name != "start"}
+    return HeaderFields(**texts, start=int(metadata["start"]))

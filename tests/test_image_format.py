@@ -12,21 +12,36 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from prefixcache.image_format import DTYPES, FORMAT, Blueprint, Digest, Image, ImageError, Meta, Spec, examine
+from prefixcache.image_format import (
+    DTYPES,
+    FORMAT,
+    TOKENS,
+    Blueprint,
+    Digest,
+    HeaderFields,
+    Image,
+    ImageError,
+    Spec,
+    examine,
+)
 
-META = Meta("rows", "ab" * 32, "cd" * 32, "ef" * 32, "qwen3-8b", '{"name":"raw"}', '{"layers":[0]}', 512, '{"x":1}')
+META = HeaderFields(
+    "rows", "ab" * 32, "cd" * 32, "ef" * 32, "qwen3-8b", '{"name":"raw"}', '{"layers":[0]}', 512, '{"x":1}'
+)
 
 texts = st.text(max_size=30)
 metas = st.builds(
-    Meta,
+    HeaderFields,
     kind=st.sampled_from(["rows", "window", "snapshot"]),
     **dict.fromkeys(("key", "parent", "namespace"), st.binary(min_size=32, max_size=32).map(bytes.hex)),
     **dict.fromkeys(("model", "codec", "layout", "extra"), texts),
     start=st.integers(0, 2**40 - 1),
 )
 shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
+names = texts.filter(lambda name: name not in ("__metadata__", TOKENS))
 specs = st.lists(
-    st.builds(Spec, texts.filter(lambda name: name != "__metadata__"), st.sampled_from(sorted(DTYPES)), shapes),
+    st.builds(Spec, names, st.sampled_from(sorted(DTYPES)), shapes)
+    | st.builds(Spec, st.just(TOKENS), st.just("I64"), st.tuples(st.integers(0, 5))),
     max_size=6,
     unique_by=lambda spec: spec.name,
 )
@@ -37,7 +52,7 @@ def bytes_of(spec: Spec, seed: int) -> bytes:
     return data.tobytes()
 
 
-def sealed(meta: Meta, chosen: list[Spec], seed: int = 0) -> Image:
+def sealed(meta: HeaderFields, chosen: list[Spec], seed: int = 0) -> Image:
     draft = Blueprint(meta, chosen).draft()
     for i, spec in enumerate(chosen):
         draft.tensors[spec.name][...] = np.frombuffer(bytes_of(spec, seed + i), DTYPES[spec.dtype]).reshape(spec.shape)

@@ -30,7 +30,7 @@ from prefixcache.codecs.transform.tables import (
     symbol_of,
 )
 from prefixcache.codecs.turboquant.codec import TurboQuantRows
-from prefixcache.codecs.turboquant.levelling import measure_levels
+from prefixcache.codecs.turboquant.measure_levels import measure_levels
 
 SHRINK = 0.1  # of a block's mean diagonal, added to it: few draws say little of directions that matter little
 FINEST = bases.MOST_QUALITY

@@ -1,7 +1,7 @@
 """Levels: what each channel of a head is brought nearer to the others by before its rows are rotated.
 
-Here is what they are, and the numbers that images have of them. `turboquant.levelling` measures them, `layers` decides of
-which rows.
+Here is what they are, and the numbers that images have of them. `turboquant.measure_levels` measures them, `layers` decides
+of which rows.
 """
 
 from __future__ import annotations

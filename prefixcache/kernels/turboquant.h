@@ -1,6 +1,6 @@
 /* What the files of TurboQuant's C kernel share: the constants of a form, one call's arrays, the code paths.
  *
- * The structures are written by prefixcache/codecs/turboquant/c_rows.py, c_attention.py and levelling.py there, which
+ * The structures are written by prefixcache/codecs/turboquant/c_rows.py, c_attention.py and measure_levels.py there, which
  * mirror them field by field.
  */
 #ifndef TURBOQUANT_H

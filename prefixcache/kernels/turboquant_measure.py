@@ -1,6 +1,6 @@
 """The levels of blocks of rows, measured on a GPU: of each head the channels' means and the roots of their spreads.
 
-What they are says prefixcache.codecs.turboquant.levelling. A group of threads has one head of one block and goes over
+What they are says prefixcache.codecs.turboquant.measure_levels. A group of threads has one head of one block and goes over
 its rows, 64 kB or so, some five times: which are finite, the means, the deviations, each row's size, and once more where
 rows are far.
 """

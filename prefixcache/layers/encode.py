@@ -20,7 +20,7 @@ from prefixcache.codecs.interchange import borrow, on_cpu
 from prefixcache.codecs.levels import Levels, neutral
 from prefixcache.codecs.threads import WORTH_A_THREAD, share_out
 from prefixcache.codecs.turboquant.coding import run_at, spans_of
-from prefixcache.codecs.turboquant.levelling import measure_levels
+from prefixcache.codecs.turboquant.measure_levels import measure_levels
 from prefixcache.layers import levels
 from prefixcache.layers.adapters import Leaf, LiveCodes, arrays_in
 from prefixcache.layers.image_layout import Group, Member, Section, Tensors

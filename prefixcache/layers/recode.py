@@ -11,7 +11,7 @@ import numpy as np
 
 from prefixcache.blocks.masks import mask_of, runs_of
 from prefixcache.codecs.base import Decoding, Encoding
-from prefixcache.codecs.turboquant.levelling import measure_levels
+from prefixcache.codecs.turboquant.measure_levels import measure_levels
 from prefixcache.layers import levels
 from prefixcache.layers.image_layout import Group, Section, Tensors
 

@@ -10,8 +10,8 @@ import numpy as np
 
 from prefixcache.codecs.interchange import copy_out
 from prefixcache.codecs.turboquant.coding import Choice, LayerLevels, LayerRows
-from prefixcache.codecs.turboquant.levelling import measure_levels
 from prefixcache.codecs.turboquant.live import LevelStack
+from prefixcache.codecs.turboquant.measure_levels import measure_levels
 
 LEAST_MEASURED = 256  # rows to measure levels from, which are then for all that comes
 MOST_MEASURED = 1024  # rows to measure levels from: the caller waits for it

@@ -28,9 +28,9 @@ from prefixcache.planning.routing import machines_of
 from prefixcache.planning.simulated_ssd import Done, SimulatedImage
 from prefixcache.planning.simulator import EVERY, Prompts, Simulation, last_tier
 from prefixcache.ssd.entries import Entry
-from prefixcache.tiers.lower_tier import entry_of
 from prefixcache.tiers.promotion import PATIENCE, promote
 from prefixcache.tiers.prompt import Deepest, Hit, Prompt
+from prefixcache.tiers.tier_in_graph import entry_of
 from prefixcache.trace.reading import Request
 
 Name = tuple[ImageKind, bytes]  # an image's kind and key: what it is called on every machine

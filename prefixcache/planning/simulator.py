@@ -22,7 +22,7 @@ from prefixcache.blocks.lookup import hit_depth
 from prefixcache.blocks.node import RAM, Node, Slot
 from prefixcache.codecs import Codec
 from prefixcache.codecs.transform.codec import Calibrated
-from prefixcache.image_format import SNAPSHOT, Blueprint, Image, ImageKind, Meta, Spec
+from prefixcache.image_format import SNAPSHOT, Blueprint, HeaderFields, Image, ImageKind, Spec
 from prefixcache.keys import TOKEN_BYTES, canonical, root_key
 from prefixcache.layers.finite import NotFinite
 from prefixcache.layers.image_layout import Plan
@@ -114,7 +114,7 @@ class SizeMaker:
         if nbytes is None:
             row = self._namespace.row
             named = (key.hex(), parent.hex(), row.root.hex(), row.model, row.codec, row.layout)
-            meta = Meta(kind, *named, start, extra=extra)
+            meta = HeaderFields(kind, *named, start, extra=extra)
             nbytes = self._blueprints[what] = Blueprint(meta, specs).nbytes
         return _Size(nbytes, extra)
 

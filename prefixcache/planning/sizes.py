@@ -13,7 +13,7 @@ from prefixcache.blocks.graph import NODE_BYTES, SLOT_BYTES
 from prefixcache.blocks.masks import extra_of, held_mask
 from prefixcache.codecs import Codec
 from prefixcache.codecs.interchange import name_of
-from prefixcache.image_format import Blueprint, Meta, Spec
+from prefixcache.image_format import Blueprint, HeaderFields, Spec
 from prefixcache.keys import BLOCK, KEY_BYTES, canonical
 from prefixcache.planning.model import PROMPT, ModelState, held_rows, row_bytes
 
@@ -68,7 +68,7 @@ class StateSizes:
         if image not in self._nbytes:
             specs, extra = make()
             key = "0" * 2 * KEY_BYTES
-            meta = Meta(kind, key, key, key, self.model, self._codec, self._layout, start, extra=extra)
+            meta = HeaderFields(kind, key, key, key, self.model, self._codec, self._layout, start, extra=extra)
             self._nbytes[image] = Blueprint(meta, specs).nbytes
         return self._nbytes[image]
 

@@ -214,7 +214,7 @@ class RemotePromotion:
         entry = Entry(
             wanted.kind, wanted.key, row.root, wanted.parent, wanted.start, wanted.tokens, data.nbytes, header.checksum
         )
-        said = header.meta.model, header.meta.codec, header.meta.layout
+        said = header.fields.model, header.fields.codec, header.fields.layout
         fits = is_image_of(header, data, entry) and said == row.stated
         if not fits or not self._namespace.plan.fits(image, wanted.kind, wanted.start, tokens, wanted.mask):
             self._client.refuse(name, "it is not the image that its name says")

@@ -1,6 +1,6 @@
 """The remote tier in the graph of blocks: which images leave for it, and where those of other machines land.
 
-It is no `LowerTier`. What is there is not known here: other machines write, and the engine evicts. So no slot has a bit
+It is no `TierInGraph`. What is there is not known here: other machines write, and the engine evicts. So no slot has a bit
 for it, lookups know RAM and SSD only, and nothing is deleted from it. A promotion asks it for what is missing here,
 and what comes lands in RAM, as an image from the SSD does, after the same checks.
 """

@@ -1,1 +1,3 @@
-"""The cache inside servers: each module or folder is one way in. Nothing in the library imports these."""
+"""The cache inside servers: a folder for each server, and beside them the parts that the servers share. Only the commands in
+`cli` import these.
+"""

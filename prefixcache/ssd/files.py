@@ -19,11 +19,11 @@ from prefixcache import image_memory, keys
 from prefixcache.image_format import (
     FORMAT,
     HEADER_LIMIT,
-    Header,
     Headers,
     Image,
     ImageError,
     ImageKind,
+    ParsedHeader,
     WrongFormat,
     examine,
     is_whole,
@@ -60,7 +60,7 @@ class Misindexed(DamagedFile):
 class Shallow(NamedTuple):
     """What a header says, its tensors unread but for the tokens."""
 
-    header: Header
+    header: ParsedHeader
     tokens: bytes
     nbytes: int
     disk: int
@@ -114,12 +114,12 @@ def read_image(path: str, entry: Entry) -> Image:
     return Image(data)
 
 
-def is_image_of(header: Header, data: np.ndarray, entry: Entry) -> bool:
+def is_image_of(header: ParsedHeader, data: np.ndarray, entry: Entry) -> bool:
     """Tell whether a file of these bytes, `header` first, is the image that the index means: of the same tokens, too, for
     they are what prompts are compared with.
     """
-    meta = header.meta
-    said = meta.kind, meta.key, meta.parent, meta.namespace, meta.start
+    fields = header.fields
+    said = fields.kind, fields.key, fields.parent, fields.namespace, fields.start
     if said != (entry.kind, entry.key.hex(), entry.parent.hex(), entry.namespace.hex(), entry.start):
         return False
     if entry.kind == "window":
@@ -227,19 +227,19 @@ class Described(NamedTuple):
 
 def from_header(said: Shallow, used: int) -> Described:
     """Return what a file says of itself. Raises ValueError for what no image of ours would say."""
-    meta = said.header.meta
-    key, parent, root = (bytes.fromhex(text) for text in (meta.key, meta.parent, meta.namespace))
-    tokens = b"" if meta.kind == "window" else said.tokens
-    if meta.kind != "window" and keys.chain(parent, tokens) != key:
+    fields = said.header.fields
+    key, parent, root = (bytes.fromhex(text) for text in (fields.key, fields.parent, fields.namespace))
+    tokens = b"" if fields.kind == "window" else said.tokens
+    if fields.kind != "window" and keys.chain(parent, tokens) != key:
         raise ValueError("the key is not the one of the tokens")
     if said.nbytes >= BOUNDS["nbytes"]:
         raise ValueError("the size is not valid")
     entry = Entry(
-        ImageKind(meta.kind),
+        ImageKind(fields.kind),
         key,
         root,
         parent,
-        meta.start,
+        fields.start,
         tokens,
         said.nbytes,
         said.header.checksum,
@@ -247,10 +247,10 @@ def from_header(said: Shallow, used: int) -> Described:
         used,
         said.modified,
         0,
-        meta.extra,
+        fields.extra,
         said.modified,
     )
-    return Described(entry, NamespaceRow(root, meta.model, meta.codec, meta.layout, said.modified))
+    return Described(entry, NamespaceRow(root, fields.model, fields.codec, fields.layout, said.modified))
 
 
 class Checker:

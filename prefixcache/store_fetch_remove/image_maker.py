@@ -14,7 +14,7 @@ from prefixcache.blocks.masks import mask_of
 from prefixcache.blocks.node import Node
 from prefixcache.codecs.threads import WORTH_A_THREAD, share_out
 from prefixcache.codecs.transform.coding import Codes
-from prefixcache.image_format import ROWS, SNAPSHOT, WINDOW, Blueprint, Image, ImageDraft, ImageKind, Meta, Spec
+from prefixcache.image_format import ROWS, SNAPSHOT, WINDOW, Blueprint, HeaderFields, Image, ImageDraft, ImageKind, Spec
 from prefixcache.keys import BLOCK
 from prefixcache.layers import levels, live_codes
 from prefixcache.layers.adapters import Leaf
@@ -112,7 +112,7 @@ class LiveMaker:
     ) -> Blueprint:
         row = self._namespace.row
         named = (key.hex(), parent.hex(), row.root.hex(), row.model, row.codec, row.layout)
-        return Blueprint(Meta(kind, *named, start, extra=extra), specs)
+        return Blueprint(HeaderFields(kind, *named, start, extra=extra), specs)
 
     # -- before room is reserved --------------------------------------------------------------------------------------
 
@@ -160,12 +160,12 @@ class LiveMaker:
         coded = job.length == BLOCK or self.has_codes
         specs = self._plan.rows_specs(job.start, job.length, coded)
         source = job.source._replace(tokens=0, rows=None)
-        return job._replace(source=source, coded=coded, blueprint=Blueprint(job.blueprint.meta, specs))
+        return job._replace(source=source, coded=coded, blueprint=Blueprint(job.blueprint.fields, specs))
 
     def _sized(self, job: ImageJob) -> ImageJob:
         words = [len(codes.words) for codes in self._codes[job.key]]
         specs = self._plan.rows_specs(job.start, job.length, True, words)
-        return job._replace(blueprint=Blueprint(job.blueprint.meta, specs))
+        return job._replace(blueprint=Blueprint(job.blueprint.fields, specs))
 
     # -- once it is reserved ------------------------------------------------------------------------------------------
 

@@ -12,8 +12,8 @@ from prefixcache.blocks.node import Slot, rank
 from prefixcache.keys import root_key
 from prefixcache.ssd import Address
 from prefixcache.store_fetch_remove.selection import Selection, selected_namespaces
-from prefixcache.tiers.lower_tier import LowerTier
 from prefixcache.tiers.storage import Storage, root_of
+from prefixcache.tiers.tier_in_graph import TierInGraph
 
 AT_ONCE = 256  # images that are deleted while the lock is held
 
@@ -73,7 +73,7 @@ def prune_namespaces(storage: Storage, roots: Collection[bytes], used_before: fl
 
 
 def prune_tier(
-    storage: Storage, lower: LowerTier, roots: Collection[bytes], used_before: float | None, to_size: int
+    storage: Storage, lower: TierInGraph, roots: Collection[bytes], used_before: float | None, to_size: int
 ) -> Deleted:
     """Delete from a tier below RAM the least recent of these images, until it takes at most `to_size` bytes. What RAM has
     stays there.
@@ -131,7 +131,7 @@ def _delete_unindexed(storage: Storage, roots: Collection[bytes], used_before: f
 
 
 def _unindexed(
-    storage: Storage, lower: LowerTier, roots: Collection[bytes], used_before: float | None
+    storage: Storage, lower: TierInGraph, roots: Collection[bytes], used_before: float | None
 ) -> list[Address]:
     """The images of these namespaces that a tier has and the graph doesn't, last used before a Unix time."""
     return [

@@ -10,10 +10,10 @@ from prefixcache.blocks.lookup import required_images
 from prefixcache.blocks.node import Node, Slot
 from prefixcache.image_format import ROWS, SNAPSHOT, WINDOW
 from prefixcache.keys import BLOCK, TOKEN_BYTES, chain
-from prefixcache.tiers.lower_tier import LowerTier
 from prefixcache.tiers.prompt import Prompt
 from prefixcache.tiers.state import Namespace
 from prefixcache.tiers.storage import Storage
+from prefixcache.tiers.tier_in_graph import TierInGraph
 
 
 def remove(storage: Storage, prompt: Prompt) -> int:
@@ -86,7 +86,7 @@ def _remove_blocks(storage: Storage, node: Node) -> int:
     return freed
 
 
-def _remove_unindexed(storage: Storage, tier: LowerTier, prompt: Prompt, namespace: Namespace) -> int:
+def _remove_unindexed(storage: Storage, tier: TierInGraph, prompt: Prompt, namespace: Namespace) -> int:
     """The same of what a tier has and the graph doesn't, for want of RAM: the state at the prompt's end, and blocks, the last
     one first.
     """

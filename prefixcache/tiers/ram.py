@@ -12,8 +12,8 @@ from prefixcache.blocks.node import RAM, Node, Slot
 from prefixcache.byte_sizes import size
 from prefixcache.image_format import ROWS
 from prefixcache.tiers.admission import Claim, Doorkeeper
-from prefixcache.tiers.lower_tier import LowerTiers
 from prefixcache.tiers.state import StorageState
+from prefixcache.tiers.tier_in_graph import LowerTiers
 
 log = logging.getLogger("prefixcache")
 

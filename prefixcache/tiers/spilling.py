@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator
 from prefixcache.blocks.node import RAM, Slot
 from prefixcache.image_format import SNAPSHOT
 from prefixcache.ssd.entries import Use
-from prefixcache.tiers.lower_tier import LowerTier, LowerTiers
 from prefixcache.tiers.ram import Ram
 from prefixcache.tiers.state import StorageState
+from prefixcache.tiers.tier_in_graph import LowerTiers, TierInGraph
 
 AHEAD_SHARE = 4  # a quarter of a full RAM is written before it must be evicted
 AHEAD_STEP = 32  # and is looked at again when so much of the budget is new
@@ -94,7 +94,7 @@ class Spilling:
         if len(self._backlog) > 2 * len(self._state.graph.slots):  # of a disk that has failed for long
             self._backlog = {slot: None for slot in self._backlog if self._is_dirty(slot)}
 
-    def spill_onward(self, slot: Slot, tier: LowerTier) -> None:
+    def spill_onward(self, slot: Slot, tier: TierInGraph) -> None:
         """Spill what is durable in a tier to the one below it."""
         below = self._lower[tier.number :]
         if below and slot.image is not None and not slot.is_in(below[0].number):

@@ -1,8 +1,8 @@
 """`Storage`: the graph, the RAM budget and the tiers below, under one lock; what is deleted from all of them at once.
 
-Which image RAM evicts is `ram`'s, what a tier below is given `spilling`'s, its room and its index `lower_tier`'s, what comes
-back `promotion`'s. What an image means is not known here, and nothing here runs MLX. Nothing on the request path waits for a
-tier, unless the setting `spill="wait"` says so, and then no longer than `spill_wait`.
+`ram` decides which image RAM evicts, `spilling` what is written to the tier below; `tier_in_graph` keeps a tier's index and
+its limit, `promotion` reads images back. What an image means is not known here, and nothing here runs MLX. Nothing on the
+request path waits for a tier, unless the setting `spill="wait"` says so, and then no longer than `spill_wait`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from prefixcache.image_format import SNAPSHOT, WINDOW
 from prefixcache.memory import collector_at_rest
 from prefixcache.settings import Settings
 from prefixcache.ssd import Address, Cancelled, Entry
-from prefixcache.tiers.lower_tier import LowerTier, LowerTiers, index_costs
 from prefixcache.tiers.ram import GRAPH_SHARE, Ram
 from prefixcache.tiers.spilling import Spilling
 from prefixcache.tiers.state import Namespace, StorageState
 from prefixcache.tiers.tier import SharedTier, Tier
+from prefixcache.tiers.tier_in_graph import LowerTiers, TierInGraph, index_costs
 
 
 class Storage(StorageState):
@@ -47,11 +47,11 @@ class Storage(StorageState):
 
     # -- a tier below -------------------------------------------------------------------------------------------------
 
-    def add_tier(self) -> LowerTier:
+    def add_tier(self) -> TierInGraph:
         """Return a tier below those that there are. It is one of them once `open_tier` has opened it."""
-        return LowerTier(self, len(self.lower) + 1)
+        return TierInGraph(self, len(self.lower) + 1)
 
-    def open_tier(self, lower: LowerTier, tier: Tier, namespaces: Iterable[Namespace]) -> None:
+    def open_tier(self, lower: TierInGraph, tier: Tier, namespaces: Iterable[Namespace]) -> None:
         """Read the tier's index into the graph: as many of the newest entries as the nodes' share of the budget holds. From
         now on images are spilled to the tier. RAM may hold images already, which are newer than all that the tier has.
 
@@ -67,7 +67,7 @@ class Storage(StorageState):
                 self.lower.remove(lower)  # another attempt takes its place
                 raise
 
-    def _load(self, lower: LowerTier, namespaces: Iterable[Namespace]) -> None:
+    def _load(self, lower: TierInGraph, namespaces: Iterable[Namespace]) -> None:
         believed = set()
         for namespace in namespaces:
             known = self.namespaces.setdefault(namespace.row.root, namespace)
@@ -92,7 +92,7 @@ class Storage(StorageState):
             return reservation.release()  # the coldest images have left for it
         return min(share, self.budget.room)
 
-    def written(self, lower: LowerTier, entry: Entry, error: Exception | None) -> None:
+    def written(self, lower: TierInGraph, entry: Entry, error: Exception | None) -> None:
         """Act on the end of a write to a tier, durable and indexed, or not. Called on the tier's thread."""
         with self.lock:
             slot = lower.end_write(entry, error)
@@ -108,7 +108,7 @@ class Storage(StorageState):
                 self.return_to_limits()
             self.changed.notify_all()
 
-    def recreated(self, lower: LowerTier, kept: set[Address]) -> None:
+    def recreated(self, lower: TierInGraph, kept: set[Address]) -> None:
         """Write anew what RAM holds: a tier's directory was gone, and has only the `kept` images now. Called on
         the tier's thread.
         """

@@ -21,7 +21,7 @@ class PendingRead(Protocol):
 
 
 class Tier(Protocol):
-    """An executor with exact accounting: what is written and deleted there is decided by `LowerTier`.
+    """An executor with exact accounting: what is written and deleted there is decided by `TierInGraph`.
 
     No call but `flush` and `close` waits. Whoever makes a tier gives it `written(entry, error)`, which it calls once for
     each accepted write, with no lock of its own held: with None when the image is durable there, else with the error.

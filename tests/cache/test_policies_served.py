@@ -8,7 +8,7 @@ import pytest
 
 from prefixcache.blocks.node import RAM
 from prefixcache.blocks.policies import POLICIES
-from prefixcache.tiers.lower_tier import entry_of
+from prefixcache.tiers.tier_in_graph import entry_of
 from tests.models import states
 from tests.models.states import prompt, put_prompts
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from prefixcache.codecs.turboquant import c_rows as turboquant_c
-from prefixcache.codecs.turboquant.levelling import channel_statistics, channel_statistics_numpy, measure_levels
+from prefixcache.codecs.turboquant.measure_levels import channel_statistics, channel_statistics_numpy, measure_levels
 
 KINDS = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
 

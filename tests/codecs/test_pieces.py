@@ -15,7 +15,7 @@ from prefixcache.codecs.pieces import Piece, decode
 from prefixcache.codecs.raw import RawRows
 from prefixcache.codecs.threads import set_threads, threads
 from prefixcache.codecs.turboquant.codec import TurboQuantRows
-from prefixcache.codecs.turboquant.levelling import measure_levels
+from prefixcache.codecs.turboquant.measure_levels import measure_levels
 
 HEADS, WIDTH = 3, 64
 

@@ -16,7 +16,7 @@ import mlx.core as mx
 import numpy as np
 
 from prefixcache import PrefixCache
-from prefixcache.image_format import Blueprint, Image, Meta, Spec
+from prefixcache.image_format import Blueprint, HeaderFields, Image, Spec
 from prefixcache.ssd.directory import Directory
 from prefixcache.ssd.quarantine import quarantined
 from tests.models import states
@@ -185,7 +185,7 @@ def file_of(root: Path, row: int) -> Path:
 class Parts(NamedTuple):
     """What an image is made of."""
 
-    meta: Meta
+    meta: HeaderFields
     specs: list[Spec]
     tensors: dict[str, np.ndarray]
 

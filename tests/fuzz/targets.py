@@ -21,7 +21,7 @@ from prefixcache import image_format as images
 from prefixcache.blocks.masks import mask_from
 from prefixcache.codecs.transform import backends, entropy
 from prefixcache.codecs.transform.tables import class_of, first_guess
-from prefixcache.image_format import Blueprint, Image, ImageError, Meta, Spec, examine
+from prefixcache.image_format import Blueprint, HeaderFields, Image, ImageError, Spec, examine
 from prefixcache.keys import chain
 from prefixcache.ssd import Entry
 from prefixcache.ssd.directory import Directory
@@ -55,7 +55,7 @@ def sound_image(kind: str = "rows", count: int = 3) -> bytes:
     tokens = np.arange(count, dtype="<i8")
     key = chain(ROOT, tokens.tobytes())
     extra = '{"ranges":[[[0,2]]]}' if kind == "window" else "{}"
-    meta = Meta(kind, key.hex(), ROOT.hex(), ROOT.hex(), "m", "{}", "{}", 0, extra)
+    meta = HeaderFields(kind, key.hex(), ROOT.hex(), ROOT.hex(), "m", "{}", "{}", 0, extra)
     draft = Blueprint(meta, [Spec("tokens", "I64", (count,)), Spec("r0.rows", "F16", (count, 2, 4))]).draft()
     draft.tensors["tokens"][:] = tokens
     draft.tensors["r0.rows"][:] = 1
@@ -94,7 +94,7 @@ def image(data: bytes) -> None:
         except ImageError:
             continue
         meta, tensors = Image(array).header()
-        assert isinstance(meta, Meta)
+        assert isinstance(meta, HeaderFields)
         assert sum(tensor.nbytes for tensor in tensors.values()) <= len(data)
         for tensor in tensors.values():
             tensor.tobytes()

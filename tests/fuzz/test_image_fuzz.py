@@ -14,7 +14,7 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from prefixcache import image_format
-from prefixcache.image_format import DTYPES, Blueprint, Image, ImageError, Meta, Spec, examine
+from prefixcache.image_format import DTYPES, Blueprint, HeaderFields, Image, ImageError, Spec, examine
 from tests.fuzz.targets import sealed_anew
 
 META = {
@@ -73,7 +73,7 @@ def readable(data: np.ndarray, checksum: str | None = None) -> bool:
     except ImageError:
         return False
     meta, tensors = Image(data).header()
-    assert isinstance(meta, Meta)
+    assert isinstance(meta, HeaderFields)
     assert sum(array.nbytes for array in tensors.values()) <= data.nbytes
     for array in tensors.values():
         array.tobytes()
@@ -305,7 +305,7 @@ def test_random_metadata_is_refused_or_readable(field, value, inside):
 
 
 BASE = Blueprint(
-    Meta(**{k: META[k] for k in Meta._fields if k != "start"}, start=0),
+    HeaderFields(**{k: META[k] for k in HeaderFields._fields if k != "start"}, start=0),
     [Spec("a", "F32", (2, 2)), Spec("b", "U8", (3,))],
 )
 

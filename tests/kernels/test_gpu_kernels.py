@@ -14,7 +14,7 @@ from prefixcache.codecs.packing import words_of
 from prefixcache.codecs.turboquant import gpu_rows as turboquant_gpu
 from prefixcache.codecs.turboquant import numpy_rows as turboquant_numpy
 from prefixcache.codecs.turboquant.format import form_of
-from prefixcache.codecs.turboquant.levelling import measure_levels
+from prefixcache.codecs.turboquant.measure_levels import measure_levels
 from prefixcache.kernels import turboquant_decode, turboquant_encode, turboquant_measure
 from prefixcache.kernels.dialects import DIALECTS
 

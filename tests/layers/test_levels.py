@@ -10,7 +10,7 @@ import pytest
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from prefixcache import PrefixCache, TurboQuant
-from prefixcache.codecs.turboquant.levelling import measure_levels
+from prefixcache.codecs.turboquant.measure_levels import measure_levels
 
 HEADS, WIDTH = 2, 64
 

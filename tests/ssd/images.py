@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from prefixcache import keys
-from prefixcache.image_format import Blueprint, Image, Meta, Spec
+from prefixcache.image_format import Blueprint, HeaderFields, Image, Spec
 from prefixcache.ssd import Entry, NamespaceRow, Ssd, WriterEvents
 from tests.waiting import until
 
@@ -41,7 +41,7 @@ def make(
     tokens = rng.integers(0, 150_000, count).astype("<i8") if kind != "window" else np.empty(0, "<i8")
     raw = tokens.tobytes()
     key = hashlib.sha256(b"window %d" % seed).digest() if kind == "window" else keys.chain(parent, raw)
-    meta = Meta(
+    meta = HeaderFields(
         kind,
         key.hex(),
         parent.hex(),

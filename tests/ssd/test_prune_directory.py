@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from prefixcache import keys
-from prefixcache.image_format import Blueprint, Meta, Spec
+from prefixcache.image_format import Blueprint, HeaderFields, Spec
 from prefixcache.ssd import DirectoryError, DirectoryHeld, Entry, NamespaceRow, clear, reconcile
 from prefixcache.store_fetch_remove.prune_directory import prune
 from prefixcache.store_fetch_remove.selection import NoSuchNamespace, Selection
@@ -27,7 +27,7 @@ OTHER = NamespaceRow(keys.root_key("other", {"name": "raw"}, {"layers": 2}, b"x"
 def snapshot(parent: Entry, rows: Entry, seed: int, count: int = 9):
     """A snapshot within the rows that follow `parent`."""
     suffix = rows.tokens[: 8 * count]
-    meta = Meta(
+    meta = HeaderFields(
         "snapshot",
         keys.chain(parent.key, suffix).hex(),
         parent.key.hex(),
@@ -126,7 +126,7 @@ def test_of_several_tails_that_cover_a_snapshot_one_stays(root):
     tail = make(10, parent=block[0].key, start=256, count=40)
     longer, _ = make(11, parent=block[0].key, start=256, count=60)
     tokens = tail[0].tokens + longer.tokens[8 * 40 :]
-    meta = Meta(
+    meta = HeaderFields(
         "rows", keys.chain(block[0].key, tokens).hex(), block[0].key.hex(), ROOT.hex(), SPACE.model, CODEC, LAYOUT, 256
     )
     draft = Blueprint(meta, [Spec("tokens", "I64", (60,))]).draft()

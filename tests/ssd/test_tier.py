@@ -63,12 +63,12 @@ def test_blocks_that_were_written_before_their_parents_come_after_them(ssd):
 def test_token_ids_beyond_32_bits_and_negative_ones_survive(open_tier):
     import numpy as np
 
-    from prefixcache.image_format import Blueprint, Meta, Spec
+    from prefixcache.image_format import Blueprint, HeaderFields, Spec
     from prefixcache.ssd import Entry
 
     tokens = np.array([-(2**63), -1, 0, 2**31, 2**63 - 1], "<i8")
     key = keys.chain(ROOT, tokens.tobytes())
-    meta = Meta("rows", key.hex(), ROOT.hex(), ROOT.hex(), "tiny", "{}", "{}", 0)
+    meta = HeaderFields("rows", key.hex(), ROOT.hex(), ROOT.hex(), "tiny", "{}", "{}", 0)
     draft = Blueprint(meta, [Spec("tokens", "I64", (5,))]).draft()
     draft.tensors["tokens"][:] = tokens
     image = draft.seal()

@@ -21,7 +21,7 @@ from prefixcache.codecs.threads import threads as most_threads
 from prefixcache.codecs.turboquant import c_rows as turboquant_c
 from prefixcache.codecs.turboquant import numpy_rows as turboquant_numpy
 from prefixcache.codecs.turboquant.format import Form, form_of
-from prefixcache.codecs.turboquant.levelling import measure_levels
+from prefixcache.codecs.turboquant.measure_levels import measure_levels
 from tools.bench import report
 from tools.bench.report import Figure
 

@@ -17,7 +17,7 @@ from prefixcache import PrefixCache, TurboQuant
 from prefixcache.codecs.levels import Levels
 from prefixcache.codecs.turboquant.codec import TurboQuantRows
 from prefixcache.codecs.turboquant.format import Form
-from prefixcache.codecs.turboquant.levelling import measure_levels
+from prefixcache.codecs.turboquant.measure_levels import measure_levels
 from prefixcache.codecs.turboquant.rotation import Rotation
 from tools.bench.attention import TROUBLES, WIDTH, Array, Head, heads, kl
 from tools.bench.report import Figure

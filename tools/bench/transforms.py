@@ -23,7 +23,7 @@ from prefixcache.codecs.transform.bases import Bases
 from prefixcache.codecs.transform.basis import Basis
 from prefixcache.codecs.transform.coding import GroupCoder
 from prefixcache.codecs.turboquant.format import form_of
-from prefixcache.codecs.turboquant.levelling import measure_levels
+from prefixcache.codecs.turboquant.measure_levels import measure_levels
 from prefixcache.keys import BLOCK
 from tools.bench import codecs, report, transform_rows
 from tools.bench.prompts import draw

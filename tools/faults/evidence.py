@@ -41,7 +41,7 @@ def _all(root: str) -> Iterator[str]:
 def image_fault(directory: Directory, address: Address, checksum: str) -> str:
     """Why the file of an image is not what was promised; "" where it is, bit for bit."""
     try:
-        meta = examine(np.fromfile(directory.file(address), np.uint8), checksum).meta
+        meta = examine(np.fromfile(directory.file(address), np.uint8), checksum).fields
     except FileNotFoundError:
         return "the file is missing"
     except ImageError as error:

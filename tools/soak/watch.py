@@ -15,8 +15,8 @@ from typing import Any
 
 from prefixcache.ssd import Entry, Ssd, open_directory, reader, writer
 from prefixcache.ssd.entries import Address
-from prefixcache.tiers.lower_tier import LowerTier
 from prefixcache.tiers.storage import Storage
+from prefixcache.tiers.tier_in_graph import TierInGraph
 from tools.faults.evidence import before_deletion
 
 Tell = Callable[..., None]
@@ -80,7 +80,7 @@ class Watch:
                     self._written[entry.address].remove(mine)
             return accepted
 
-        def written_(storage: Storage, tier: LowerTier, entry: Entry, error: Exception | None) -> None:
+        def written_(storage: Storage, tier: TierInGraph, entry: Entry, error: Exception | None) -> None:
             with self._lock:
                 order, at = self._written[entry.address].popleft()
                 overtaken = self._deleted.get(entry.address, 0) > order

@@ -31,7 +31,7 @@ from prefixcache.codecs.raw import RawRows
 from prefixcache.codecs.turboquant import backends, gpu_rows
 from prefixcache.codecs.turboquant.codebook import CODEBOOKS
 from prefixcache.codecs.turboquant.format import Form, form_of
-from prefixcache.codecs.turboquant.levelling import measure_levels_lazily
+from prefixcache.codecs.turboquant.measure_levels import measure_levels_lazily
 
 # Below this the scale costs more than half a bit a value, and rotated values are no longer close to normal.
 LEAST_WIDTH = 32

@@ -16,7 +16,7 @@ from prefixcache.codecs.interchange import Array, borrow, element, name_of
 from prefixcache.codecs.levels import DIVISORS, MOST_STEPS, STEPS, LazyLevels, Levels
 from prefixcache.codecs.packing import words_of
 from prefixcache.codecs.turboquant.format import Form
-from prefixcache.codecs.turboquant.levelling import FAR, FLOOR, LEAST_ROWS, POWER, measure_levels_lazily
+from prefixcache.codecs.turboquant.measure_levels import FAR, FLOOR, LEAST_ROWS, POWER, measure_levels_lazily
 from prefixcache.kernels import (
     turboquant_decode,
     turboquant_encode,
@@ -112,7 +112,7 @@ def for_decoding(levels: Levels, form: Form) -> mx.array:
 
 
 def measure_levels(rows: mx.array, centred: bool, firsts: Sequence[int]) -> LazyLevels:
-    """`levelling.measure_levels_lazily`, of rows of any float dtype as they lie: in one launch, without room of its own."""
+    """`measure_levels_lazily`, of rows of any float dtype as they lie: in one launch, without room of its own."""
     tokens, _, width = rows.shape
     if tokens > turboquant_measure.MOST_ROWS or width > turboquant_measure.MOST_WIDTH:
         return measure_levels_lazily(rows.astype(mx.float32), centred, firsts)

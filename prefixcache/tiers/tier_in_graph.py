@@ -28,7 +28,7 @@ TOO_SMALL = (
 )
 
 
-class LowerTier:
+class TierInGraph:
     """Keeps a tier and the graph consistent: a slot is in tier `number` exactly when the tier has its image durably.
 
     Called under the storage's lock, but for `resize` and `shrunk`, which take it.
@@ -279,7 +279,7 @@ class LowerTier:
         return True
 
 
-class LowerTiers(list[LowerTier]):
+class LowerTiers(list[TierInGraph]):
     """The tiers below RAM, the fastest first. Called under the storage's lock."""
 
     def __init__(self, state: StorageState):
@@ -287,11 +287,11 @@ class LowerTiers(list[LowerTier]):
         self._state = state
 
     @property
-    def spill_tier(self) -> LowerTier | None:
+    def spill_tier(self) -> TierInGraph | None:
         """Return the tier that RAM spills to."""
         return self[0] if self else None
 
-    def having(self, slot: Slot) -> Iterator[LowerTier]:
+    def having(self, slot: Slot) -> Iterator[TierInGraph]:
         """Yield the tiers that have a slot's image."""
         return (tier for tier in self if slot.is_in(tier.number))
 

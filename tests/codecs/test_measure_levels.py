@@ -10,9 +10,16 @@ from hypothesis import strategies as st
 from roundtrip import as_float64, rows_of
 
 from prefixcache.codecs.levels import Levels, PackedLevels, neutral
-from prefixcache.codecs.turboquant import levelling
 from prefixcache.codecs.turboquant.codec import TurboQuantRows
-from prefixcache.codecs.turboquant.levelling import FLOOR, LEAST_ROWS, POWER, measure_levels
+from prefixcache.codecs.turboquant.measure_levels import (
+    FLOOR,
+    LEAST_ROWS,
+    POWER,
+    _centres_and_spreads,
+    _centres_and_spreads_lazily,
+    measure_levels,
+    measure_levels_lazily,
+)
 
 ERROR = {1: 0.45, 2: 0.13, 3: 0.040, 4: 0.0115, 8: 1.5e-4}  # relative squared error of a levelled row, with room
 
@@ -80,8 +87,8 @@ def test_the_gpu_s_way_of_measuring_gives_what_the_cpu_s_gives(
     rows = np.ldexp(rows + rng.standard_normal(width), scale).astype(np.float32)
     rows[rng.integers(0, tokens, far), 0] *= np.float32(1e4)
     rows[rng.integers(0, tokens, bad), heads - 1, 0] = rng.choice([np.nan, np.inf, -np.inf], bad)
-    here = levelling._centres_and_spreads([rows], centred)
-    there = [np.array(found) for found in levelling._centres_and_spreads_lazily(mx.array(rows), centred)]
+    here = _centres_and_spreads([rows], centred)
+    there = [np.array(found) for found in _centres_and_spreads_lazily(mx.array(rows), centred)]
     known = np.isfinite(here[0])
     assert np.array_equal(known, np.isfinite(there[0]))
     for a, b in zip(here, there, strict=True):
@@ -92,8 +99,8 @@ def test_a_head_without_rows_enough_that_are_finite_is_none_to_the_gpu_too() -> 
     rows = np.random.default_rng(0).standard_normal((LEAST_ROWS + 3, 2, 8)).astype(np.float32)
     rows[:4, 1, 5] = np.nan
     for measured in (
-        levelling._centres_and_spreads([rows], True),
-        levelling._centres_and_spreads_lazily(mx.array(rows), True),
+        _centres_and_spreads([rows], True),
+        _centres_and_spreads_lazily(mx.array(rows), True),
     ):
         assert np.isfinite(np.array(measured[0])).all(axis=1).tolist() == [True, False]
 
@@ -113,7 +120,7 @@ def test_the_gpu_measures_blocks_side_by_side_each_from_its_own_row_on(
     rng = np.random.default_rng(seed)
     rows = (rng.standard_normal((tokens, blocks * heads, 64)) * np.exp(rng.standard_normal(64))).astype(np.float32)
     firsts = data.draw(st.lists(st.integers(0, tokens), min_size=blocks, max_size=blocks))
-    measured = levelling.measure_levels_lazily(mx.array(rows), centred, firsts)
+    measured = measure_levels_lazily(mx.array(rows), centred, firsts)
     steps = np.array(measured.steps).astype(int)
     mean = np.array(measured.mean.astype(mx.float32))
     for i, first in enumerate(firsts):
