@@ -40,7 +40,7 @@ from prefixcache.layers.image_layout import Plan, live_arrays, read
 from prefixcache.layers.joined import DamagedBlock
 from prefixcache.layers.read_ahead import ReadAhead
 from prefixcache.layers.stored import StoredPrompt
-from prefixcache.memory import give_back, machine_memory
+from prefixcache.memory import machine_memory, trim_process_memory
 from prefixcache.metrics.logs import UsageLog
 from prefixcache.metrics.stats import Stats
 from prefixcache.ranks.agreement import Ranks
@@ -698,7 +698,7 @@ class PrefixCache:
             self._pins.clear(roots)
             deleted = clear_namespaces(self._storage, roots)
         forget_deleted(self._storage)
-        give_back()
+        trim_process_memory()
         return deleted
 
     def prune(
@@ -731,7 +731,7 @@ class PrefixCache:
             return prune_tier(storage, storage.lower[0], roots, used_before, number(ssd_to, "prune: ssd_to", "bytes"))
         deleted = prune_namespaces(storage, roots, used_before)
         forget_deleted(storage)
-        give_back()
+        trim_process_memory()
         return deleted
 
     def trim_to(self, nbytes: int, *, wait: float | None = None) -> int:
@@ -744,7 +744,7 @@ class PrefixCache:
         if before <= limit:
             return before
         held = self._storage.ram.trim(limit, self.settings.spill_wait if wait is None else wait)
-        give_back()
+        trim_process_memory()
         return held
 
     def resize(self, *, ram: Any = None, ssd: Any = None, wait: float | None = None) -> None:
@@ -775,7 +775,7 @@ class PrefixCache:
                 with self._storage.lock:
                     self._storage.hot.resize(self.settings.hot_bytes(sizes["ram"]))
             self._storage.ram.resize(sizes["ram"], self.settings.spill_wait if wait is None else wait, asked=True)
-            give_back()
+            trim_process_memory()
         if "ssd" in sizes:
             self._storage.lower[0].resize(sizes["ssd"])
 
@@ -868,7 +868,7 @@ class PrefixCache:
                     self._storage.release()
                 if self._recorder is not None:
                     self._recorder.close()
-                give_back()
+                trim_process_memory()
 
     def _write_out(self, timeout: float) -> None:
         ssd, spilling = self._ssd, self._storage.spilling

@@ -1,9 +1,8 @@
 """Memory for images: cut out of mappings of ours, used again by the next images, given back to the system page by page.
 
 A heap keeps freed images in arenas of each thread (glibc), so the process grows beyond its budget; a mapping for each image
-costs a page fault for every 4 kB. Here what images leave is kept for the next ones, as far as the budgets have room for it
-and a little beyond. `take` is called wherever an image comes into being, `give_back` by who wants free memory to leave the
-process.
+costs a page fault for every 4 kB. Here freed memory is kept for the next images, up to the budgets' free bytes plus a 16th of
+the budgets. `take` is called wherever an image comes into being, `release_kept` by who wants to give free memory back.
 
 Memory that nobody uses is `kept` (its pages are the process's) or `clean` (address space only). Decision 0009 says why.
 """
@@ -22,13 +21,13 @@ from weakref import WeakSet
 import numpy as np
 
 LEAST = 64 << 10  # bytes; smaller ones are the heap's: of the last page half is lost on average
-SLACK = 16  # beyond the budgets a 16th of them may be kept: what is kept rarely lies where the next image fits
+SLACK = 16  # kept extents are fragmented, so a 16th of the budgets is kept beyond their free bytes
 REGION = 256 << 20  # bytes of address space that are mapped at once, or what the image takes
-SPAN = 1 << 48  # a region begins at a multiple of this in the pool's own count of addresses, and is shorter
+SPAN = 1 << 48  # address in the pool = number of the region * SPAN + offset in it; every region is shorter than SPAN
 
 
 class ForImages(NamedTuple):
-    """Bytes of a budget: how many images may take, and how many they take, those in the heap counted."""
+    """Bytes of a budget: what its images may take, and what they take, those in the heap included."""
 
     limit: int
     taken: int
@@ -38,7 +37,7 @@ class HasImages(Protocol):
     """A budget."""
 
     def for_images(self) -> ForImages:
-        """Return its bytes now. It is asked at any moment, when an image dies, and may take no lock."""
+        """Return the bytes that images may take, and those that they take. Called at any moment: it may take no lock."""
 
 
 class Extent(NamedTuple):
@@ -122,10 +121,10 @@ class Pool:
         return self._kept.nbytes
 
     def keep_within(self, budget: HasImages) -> None:
-        """Keep memory for the room that this budget has, too, as long as it lives."""
+        """Keep memory up to this budget's free bytes, too, as long as it lives."""
         with self._lock:
             self._budgets.add(budget)
-        self._settle()
+        self._drain()
 
     def take(self, nbytes: int) -> np.ndarray | None:
         """Return memory for an image; None where the system has none."""
@@ -142,7 +141,7 @@ class Pool:
             if not was_kept:
                 self._release(self._allowed())
             region = self._regions[start // SPAN]
-        self._settle()
+        self._drain()
         buffer = _Buffer.__new__(_Buffer, (nbytes,), np.uint8, region, start % SPAN)
         buffer.extent = Extent(self, start, size)
         return buffer.view(np.ndarray)
@@ -150,21 +149,21 @@ class Pool:
     def put(self, extent: Extent) -> None:
         """Take memory back: the image that had it is gone."""
         self._left.append(extent)
-        self._settle()
+        self._drain()
 
-    def give_back(self) -> None:
-        """Give the system all that no image has."""
+    def release_kept(self) -> None:
+        """Give the system all memory that no image has."""
         with self._lock:
             self._keep_left()
             self._release(0)
             for number, region in list(self._regions.items()):
                 if self._clean.remove(number * SPAN, len(region)):
                     del self._regions[number]
-        self._settle()
+        self._drain()
 
-    def _settle(self) -> None:
-        """Keep what images left, as far as the budgets allow. Nothing is done while another thread, or this one, has the
-        lock: whoever has it comes here when it lets go.
+    def _drain(self) -> None:
+        """Keep what images left, as far as the budgets allow. Does nothing while a thread, maybe this one, has the lock:
+        it calls `_drain` after it has released it.
         """
         while self._left and self._lock.acquire(blocking=False):
             try:
@@ -240,15 +239,15 @@ def take(nbytes: int) -> np.ndarray:
 
 
 def keep_within(budget: HasImages) -> None:
-    """Keep what images leave for the room that this budget has, beside that of others, as long as it lives."""
+    """Keep freed memory up to this budget's free bytes, beside those of other budgets, as long as it lives."""
     _pool.keep_within(budget)
 
 
 def kept_bytes() -> int:
-    """Return the bytes that are kept for images to come."""
+    """Return the bytes that are kept for the next images."""
     return _pool.kept_bytes
 
 
-def give_back() -> None:
-    """Give the system what is kept for images to come."""
-    _pool.give_back()
+def release_kept() -> None:
+    """Give the system the memory that is kept for the next images."""
+    _pool.release_kept()

@@ -48,13 +48,13 @@ def available_memory() -> int:
     return max(available, 0)
 
 
-def give_back() -> None:
+def trim_process_memory() -> None:
     """Let the allocator return freed memory to the system, where it would not by itself (glibc).
 
     glibc serves ever larger blocks from its heap once one of their size was freed, and keeps them: after a gigabyte of
     images half of it, or all, stayed with the process. This takes some 50 ms a gigabyte; hold no lock.
     """
-    image_memory.give_back()
+    image_memory.release_kept()
     if sys.platform == "linux":
         try:
             ctypes.CDLL(None).malloc_trim(0)

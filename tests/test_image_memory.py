@@ -102,7 +102,7 @@ def test_what_is_given_back_is_nobody_s():
     memory = taken(pool, 1_000_000)
     memory[:] = 1
     del memory
-    pool.give_back()
+    pool.release_kept()
     assert pool.kept_bytes == 0
     assert not pool._regions
     assert taken(pool, 1_000_000).sum() == 0
@@ -177,7 +177,7 @@ def wide(tokens: list[int]) -> list[Any]:
 
 def test_promotions_use_what_evictions_leave(tmp_path):
     """A RAM that is full takes no more of the process, whatever passes through it."""
-    image_memory.give_back()
+    image_memory.release_kept()
     with PrefixCache(ram="4MB", ssd_dir=tmp_path, ssd="200MB", codec="raw", memory_reserve=0) as cache:
         for seed in range(20):
             cache.store(prompt(seed, 1024), wide(prompt(seed, 1024)), model="m")
@@ -226,8 +226,8 @@ class Images(RuleBasedStateMachine):
         self.budget.resize(limit)
 
     @rule()
-    def give_back(self):
-        self.pool.give_back()
+    def release_kept(self):
+        self.pool.release_kept()
         assert self.pool.kept_bytes == 0
 
     @invariant()

@@ -28,7 +28,7 @@ class BytesHeld(NamedTuple):
 
 
 class Budget:
-    """A hard limit in bytes. Thread-safe: `_lock` guards the counters; images, nodes and reservations never exceed `bound`.
+    """A hard limit in bytes. Thread-safe: `_lock` guards the counters; what is held in all never exceeds `bound`.
 
     `bound` equals `limit`, except after `limit` was lowered below what is held: then it is what is held, and falls with it.
     """
@@ -55,7 +55,7 @@ class Budget:
             return self.limit - self._total
 
     def for_images(self) -> ForImages:
-        """Return what images may take, and take. Without the lock: this is asked when an image dies, at any moment."""
+        """Return the bytes that images may take, and those that they take. It takes no lock: images die at any moment."""
         return ForImages(self.limit - self._nodes, self._images)
 
     @property
@@ -78,25 +78,25 @@ class Budget:
         """Reserve nothing beyond `limit` from now on."""
         with self._lock:
             self.limit = limit
-            self._settle()
+            self._update_bound()
 
     def free_image(self, nbytes: int) -> None:
         with self._lock:
             self._images -= nbytes
             if self.bound > self.limit:
-                self._settle()
+                self._update_bound()
 
     def free_node(self, nbytes: int) -> None:
         with self._lock:
             self._nodes -= nbytes
             if self.bound > self.limit:
-                self._settle()
+                self._update_bound()
 
     def free_hot(self, nbytes: int) -> None:
         with self._lock:
             self._hot -= nbytes
             if self.bound > self.limit:
-                self._settle()
+                self._update_bound()
 
     def queue(self, nbytes: int) -> None:
         """Count an image that begins (`nbytes` > 0) or ends (< 0) to wait for the SSD; it is held all the while."""
@@ -109,7 +109,7 @@ class Budget:
         assert held.queued <= held.images, held
         assert held.total <= self.bound, (held, self.bound)
 
-    def _settle(self) -> None:
+    def _update_bound(self) -> None:
         self.bound = max(self.limit, self._total)
 
     def _spend(self, images: int, nodes: int, back: int, hot: int = 0) -> None:
@@ -119,7 +119,7 @@ class Budget:
             self._hot += hot
             self._reserved -= images + nodes + hot + back
             if self.bound > self.limit:
-                self._settle()
+                self._update_bound()
 
 
 class Reservation:

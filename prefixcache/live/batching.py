@@ -27,7 +27,7 @@ def merged(singles: Sequence[CodedLayer]) -> CodedLayer:
     if batch.waiting is not None:
         waiting = [layer.waiting or NO_ROWS for layer in singles]
         batch.waiting = RowBuffer.stacked(list(zip(waiting, counts, strict=True)))
-        batch.settle_when_ready()
+        batch.code_when_ready()
         return batch
     batch.codes = CodeBuffer.stacked([(layer.codes, layer.rows) for layer in singles])
     if batch.attends == "buffer":
@@ -48,7 +48,7 @@ def joined(first: CodedLayer, second: CodedLayer) -> CodedLayer:
     if batch.waiting is not None:
         waiting, other = first.waiting or NO_ROWS, second.waiting or NO_ROWS
         batch.waiting = waiting.joined(*where, other, second.rows, second.batch)
-        batch.settle_when_ready()
+        batch.code_when_ready()
         return batch
     batch.codes = first.codes.joined(*where, second.codes, second.rows, second.batch)
     batch.decoded = first.decoded.joined(*where, second.decoded, second.rows, second.batch)
@@ -77,7 +77,7 @@ def _ready(layers: list[CodedLayer]) -> list[CodedLayer]:
     if levels is not None or not first.choice.levelling:
         for layer in layers:
             if layer.waiting is not None:
-                layer.settle(levels or PLAIN)
+                layer.code_waiting(levels or PLAIN)
             elif not layer.runs:
                 layer.runs = ((Run(0, levels or PLAIN),),) * layer.batch
     return layers
@@ -161,5 +161,5 @@ def turned_left(layer: CodedLayer, right: Sequence[int]) -> CodedLayer:
         decoded=layer.decoded.rolled(shifts),
     )
     if turned.waiting is not None and turned.waiting.arrays is not None:
-        turned.settle_when_ready()
+        turned.code_when_ready()
     return turned

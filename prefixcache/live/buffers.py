@@ -16,7 +16,7 @@ import mlx.core as mx
 
 from prefixcache.codecs.interchange import on_cpu
 from prefixcache.live import ragged
-from prefixcache.memory import give_back
+from prefixcache.memory import trim_process_memory
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -128,7 +128,7 @@ class CodeBuffer(RowBuffer):
             mx.eval(*self.arrays)
             mx.clear_cache()
             if on_cpu():
-                give_back()
+                trim_process_memory()
 
 
 class FirstRows(NamedTuple):

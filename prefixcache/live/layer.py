@@ -94,7 +94,7 @@ class CodedLayer(LayerState):
         if self.waiting is not None:
             self.waiting = self.waiting.put(keys, values, at)
             self.alignment = self.alignment.grown(count)
-            self.settle_when_ready()
+            self.code_when_ready()
             return
         if not self.runs:
             self.runs = ((Run(0, PLAIN),),) * self.batch
@@ -149,8 +149,8 @@ class CodedLayer(LayerState):
     def _shared_levels(self) -> LayerLevels | None:
         return self.shared.get(self.number) if self.shared is not None else None
 
-    def settle_when_ready(self) -> None:
-        """Code what waits, when its levels are known or there are rows enough to measure them from."""
+    def code_when_ready(self) -> None:
+        """Code the rows that wait, if levels are known or there are rows enough to measure them from."""
         levels = self._shared_levels()
         if levels is None:
             ends, most = self.alignment.all_ends(), self.choice.sink_tokens
@@ -161,11 +161,11 @@ class CodedLayer(LayerState):
             ranges = [(min(pad + most, end), end) for pad, end in zip(self.pads, ends, strict=True)]
             levels = measured_from(self.waiting.arrays, ranges)
             if self.shared is not None:
-                levels = self.shared.settle(self.number, levels)
-        self.settle(levels)
+                levels = self.shared.keep_first(self.number, levels)
+        self.code_waiting(levels)
 
-    def settle(self, levels: LayerLevels) -> None:
-        """Code what waits with these levels, and all that comes."""
+    def code_waiting(self, levels: LayerLevels) -> None:
+        """Code the rows that wait with these levels, and all rows to come."""
         waiting, alignment = self.waiting, self.alignment
         self.waiting, self.alignment = None, alignment._replace(rows=0)
         self.runs = ((Run(0, levels),),) * self.batch

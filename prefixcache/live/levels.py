@@ -31,8 +31,8 @@ class SharedLevels:
     def get(self, layer: int) -> LayerLevels | None:
         return self._by_layer.get(layer)
 
-    def settle(self, layer: int, measured: LayerLevels) -> LayerLevels:
-        """Return the layer's levels: those that came first."""
+    def keep_first(self, layer: int, measured: LayerLevels) -> LayerLevels:
+        """Keep `measured` for the layer unless it has levels already. Returns the levels that are kept."""
         with self._lock:
             return self._by_layer.setdefault(layer, measured)
 

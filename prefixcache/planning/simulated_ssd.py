@@ -137,12 +137,12 @@ class SimulatedSsd:
                 self._written(write.entry, write.error)
             for address, removal in batch.removals.items():
                 image = self._images.pop(address, None)
-                self._ledger.dropped(image[0] if image is not None else None, removal.credit)
+                self._ledger.count_deleted(image[0] if image is not None else None, removal.credit)
             batch.removals.clear()
             for write in batch.writes:
                 nbytes = write.image.nbytes
                 disk = -(-nbytes // DISK_BLOCK) * DISK_BLOCK
-                self._ledger.settle(nbytes, disk)
+                self._ledger.end_write(nbytes, disk)
                 self._folders.add((write.entry.kind, write.entry.key[0]))
                 self._images[write.entry.address] = disk, write.image.extra  # type: ignore[attr-defined]
                 self._queue.released(write)

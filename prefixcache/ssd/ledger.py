@@ -31,12 +31,12 @@ _UNBOUNDED = 1 << 62  # until the disk is asked
 
 
 class Holdings(NamedTuple):
-    """Bytes by what holds them, and the count of the files. `real` are on the disk when nothing is queued; `total` is
-    what the limit is held against.
+    """Bytes by what holds them, and how many files there are. `real` bytes are on the disk when nothing is queued; `total`
+    must not exceed the limit.
     """
 
-    number: int
-    files: int
+    file_count: int
+    file_bytes: int
     queued: int
     deleting: int
     quarantine: int
@@ -45,7 +45,7 @@ class Holdings(NamedTuple):
 
     @property
     def real(self) -> int:
-        return self.files + self.quarantine + self.overhead
+        return self.file_bytes + self.quarantine + self.overhead
 
     @property
     def total(self) -> int:
@@ -79,7 +79,7 @@ class Ledger:
             self.asked = limit
             self._set_limit()
 
-    def bound(self, ceiling: int) -> None:
+    def set_ceiling(self, ceiling: int) -> None:
         """Note that the disk has room for so many bytes, whatever was asked for."""
         with self._lock:
             self.ceiling = ceiling
@@ -117,15 +117,15 @@ class Ledger:
 
     def admit(self, nbytes: int) -> bool:
         """Reserve for a file of `nbytes`, or False."""
-        room = self.footprint(nbytes)
+        footprint = self.footprint(nbytes)
         with self._lock:
-            if self._held().total + room > self.limit:
+            if self._held().total + footprint > self.limit:
                 return False
-            self._queued += room
+            self._queued += footprint
             return True
 
-    def settle(self, nbytes: int, disk: int | None) -> None:
-        """End a write that was admitted: there is one more file, which takes `disk`; None: there is not."""
+    def end_write(self, nbytes: int, disk: int | None) -> None:
+        """End a write that was admitted. `disk`: the bytes that its file takes; None if there is no file."""
         with self._lock:
             self._queued -= self.footprint(nbytes)
             if disk is not None:
@@ -137,8 +137,8 @@ class Ledger:
         with self._lock:
             self._deleting += disk
 
-    def dropped(self, disk: int | None, credit: int) -> None:
-        """Note that a row of `disk` bytes is gone (None: there was none), for which `credit` bytes were expected."""
+    def count_deleted(self, disk: int | None, credit: int) -> None:
+        """Count a row of `disk` bytes as deleted (None: there was no row), for which `credit` bytes were expected."""
         with self._lock:
             self._deleting -= credit
             if disk is not None:
@@ -165,11 +165,11 @@ class Ledger:
         )
 
 
-class Room:
-    """Tells how much of its disk the directory may take: what is free, less the `reserve` that stays free for others.
+class DiskRoom:
+    """Tells how much of its disk the directory may take: what it has, plus what is free, less the `reserve` for others.
 
-    A look is one statvfs, after each batch and every few seconds. `held` are the real bytes of the directory, `total` those
-    with what is queued. Not thread-safe: its user is the writer's thread, or the opener.
+    `ceiling_now` is asked after each batch and every few seconds. `held` are the real bytes of the directory, `total` those
+    and what is queued, `free` the bytes that statvfs calls free. Not thread-safe: the writer's thread and the opener use it.
     """
 
     def __init__(self, reserve: int, clock: Callable[[], float] = time.monotonic):
@@ -179,7 +179,7 @@ class Room:
         self._evicting_until = self._full_until = float("-inf")
         self._full_held = self._full_free = 0
 
-    def look(self, held: int, total: int, free: int) -> int:
+    def ceiling_now(self, held: int, total: int, free: int) -> int:
         """Return the bytes that the directory may take in all."""
         ceiling, now = max(0, held + free - self.reserve), self._clock()
         if now < self._full_until:

@@ -34,7 +34,7 @@ from prefixcache.ssd.entries import FOLDERS, Address, Entry, batched
 from prefixcache.ssd.errors import LogHeld
 from prefixcache.ssd.files import remove_file
 from prefixcache.ssd.index import PAGE, suffixes
-from prefixcache.ssd.ledger import SURE, Ledger, Room, free_space
+from prefixcache.ssd.ledger import SURE, DiskRoom, Ledger, free_space
 from prefixcache.ssd.lock import Lock, refuse_newer
 from prefixcache.ssd.quarantine import Quarantine
 from prefixcache.ssd.repair import mend, open_index
@@ -62,7 +62,7 @@ class OpenDirectory:
         try:
             self.ledger = Ledger(limit, max(512, os.statvfs(self.directory.root).f_frsize))
             self.quarantine = Quarantine(self.directory)
-            self._room = Room(reserve) if reserve is not None else None
+            self._room = DiskRoom(reserve) if reserve is not None else None
             self._is_short = False  # the disk has less room than what was asked for, which was said
             self._note_disk()
             self._open()
@@ -103,7 +103,7 @@ class OpenDirectory:
             self.maintain(idle=True)
             self.index.checkpoint()
             self.measure()
-            self.look()
+            self.update_ceiling()
             sync_folder(self.directory.root)
         except BaseException:
             self.index.close()
@@ -149,12 +149,12 @@ class OpenDirectory:
         self.ledger.measure(overhead, growth + max(0, self.ledger.log_allowance - log_file - shared))
         self.index.note_sizes()
 
-    def look(self) -> bool:
-        """Hold the limit below what the disk has room for now. Whether the directory takes more, so that images must go."""
+    def update_ceiling(self) -> bool:
+        """Set the ceiling to what the disk has room for now. Returns whether the directory takes more, and images must go."""
         if self._room is None:
             return False
         held, before = self.ledger.held(), self.ledger.limit
-        self.ledger.bound(self._room.look(held.real, held.total, free_space(self.directory.root)))
+        self.ledger.set_ceiling(self._room.ceiling_now(held.real, held.total, free_space(self.directory.root)))
         if self.ledger.limit != before:
             self.measure()  # the log's allowance is a share of the limit
         self._tell_of_room(self._room.reserve)
@@ -167,13 +167,13 @@ class OpenDirectory:
 
     @contextmanager
     def deleting(self) -> Iterator[None]:
-        """Look what it frees that files are deleted within the block."""
+        """Note how much free space the disk gains from the files that are deleted within the block."""
         if self._room is None:
             yield
             return
-        files, free = self.ledger.held().files, free_space(self.directory.root)
+        files, free = self.ledger.held().file_bytes, free_space(self.directory.root)
         yield
-        self._room.note_deletion(files - self.ledger.held().files, free_space(self.directory.root) - free)
+        self._room.note_deletion(files - self.ledger.held().file_bytes, free_space(self.directory.root) - free)
 
     def _tell_of_room(self, reserve: int) -> None:
         """Log when the disk has less room than what was asked for, and when it has more again."""

@@ -183,7 +183,7 @@ class Queue:
 
     def _cancel(self, write: Write, why: str) -> None:
         self._queued -= write.image.nbytes
-        self._ledger.settle(write.image.nbytes, None)
+        self._ledger.end_write(write.image.nbytes, None)
         write.error = Cancelled(f"{write.entry.kind} {write.entry.key.hex()}: {why}")
         self._cancelled.append(write)
 
@@ -367,7 +367,7 @@ class Queue:
                 self._failed += len(stranded)
                 for write in stranded:
                     self._queued -= write.image.nbytes
-                    self._ledger.settle(write.image.nbytes, None)
+                    self._ledger.end_write(write.image.nbytes, None)
                     write.error = error
             self._done.notify_all()
         return stranded

@@ -316,7 +316,7 @@ def compare(run: Pass, broken: str) -> Report:
     if broken and (here or broken != "missing"):  # no index and no files is a new directory
         run.note("index", str(directory.index), broken, "rebuilt from the files")
     if run.addresses_now:
-        _settle(run, here)
+        _forget_changes(run, here)
     total, done = len(here), 0
     _drop_lost(run, here)
     _distrust(run, here)
@@ -358,7 +358,7 @@ def _scan(run: Pass) -> dict[Address, os.stat_result]:
     return here
 
 
-def _settle(run: Pass, here: dict[Address, os.stat_result]) -> None:
+def _forget_changes(run: Pass, here: dict[Address, os.stat_result]) -> None:
     """Forget about what came or went while a live directory was read."""
     assert run.addresses_now
     rows = run.addresses_now()

@@ -248,7 +248,7 @@ class Ssd:
     def stats(self) -> SsdStats:
         held, queue, writer, reader = self._opened.ledger.held(), self._queue.counters(), self._writer, self._reader
         return SsdStats(
-            files=held.number,
+            files=held.file_count,
             used=held.stored,
             limit=self.limit,
             disk=held.real,
@@ -287,8 +287,8 @@ class Ssd:
             connection.close()
         files = {address: item.stat() for address, item in directory.files()}
         assert rows.keys() == files.keys(), rows.keys() ^ files.keys()
-        assert held.number == len(rows), (held.number, len(rows))
-        assert held.files == sum(entry.disk for entry in rows.values())
+        assert held.file_count == len(rows), (held.file_count, len(rows))
+        assert held.file_bytes == sum(entry.disk for entry in rows.values())
         assert roots == {entry.namespace for entry in rows.values()}, "a namespace without an image"
         for address, entry in rows.items():
             assert (entry.nbytes, entry.disk) == (files[address].st_size, files[address].st_blocks * 512), entry

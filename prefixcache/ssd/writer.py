@@ -125,20 +125,20 @@ class Writer:
                 continue  # the next attempt sees
             try:
                 if self._opened.stands:
-                    self._look()
+                    self._evict_for_disk()
                     continue
             except Exception:  # the batch tells what it is
                 log.debug("SSD %s: could not look at the disk", self._opened.directory.root, exc_info=True)
             self._queue.nudge()
         return self._queue.take()
 
-    def _look(self) -> None:
-        """Let the cache delete what the disk has no more room for."""
-        if self._opened.look() and self._events.shrunk is not None:
+    def _evict_for_disk(self) -> None:
+        """Have the cache delete images that the disk has no more room for."""
+        if self._opened.update_ceiling() and self._events.shrunk is not None:
             self._events.shrunk()
 
     def _make_room(self, batch: QueuedBatch, error: Exception | None) -> list[Write]:
-        """Let the cache delete its least recent images where the disk was full. Returns the writes to be tried again."""
+        """Have the cache delete its least recent images if the disk was full. Returns the writes to be tried again."""
         failed = [write for write in batch.writes if not write.done and is_full(write.error or error)]
         again = [write for write in failed if write.attempts < ATTEMPTS]
         if not again or self._events.shrunk is None:
@@ -146,7 +146,7 @@ class Writer:
         try:
             if any(write.error is not None for write in again):
                 self._opened.note_full()
-            self._opened.look()
+            self._opened.update_ceiling()
         except (OSError, sqlite3.Error):
             return []
         if not self._events.shrunk():
@@ -173,10 +173,10 @@ class Writer:
                     self._events.recreated(there)
             if batch.removals:
                 with self._opened.deleting():
-                    self._drop(batch.removals)
+                    self._delete(batch.removals)
             if batch.probe:  # after the deletions: they need no room
                 self._probe()
-            self._spill(batch)
+            self._write_images(batch)
             self._touch(batch.touches)
             self._sync_folders()
             self._opened.maintain(idle=not batch.writes and not self._queue.waiting)
@@ -187,7 +187,7 @@ class Writer:
         self._opened.index.doubtful |= proves_damage(error)
         try:
             self._opened.measure()
-            self._look()
+            self._evict_for_disk()
         except Exception as problem:
             error = error or problem
         return error
@@ -201,7 +201,7 @@ class Writer:
             self.spill_seconds.observe(time.monotonic() - write.queued_at)
         else:
             write.error = write.error or error or OSError("the write was not done")
-            self._opened.ledger.settle(write.image.nbytes, None)
+            self._opened.ledger.end_write(write.image.nbytes, None)
         self._queue.released(write)
         self._call(write)
 
@@ -218,7 +218,7 @@ class Writer:
         remove_file(path)
         self._opened.require_log()
 
-    def _drop(self, removals: dict[Address, Removal]) -> None:
+    def _delete(self, removals: dict[Address, Removal]) -> None:
         """Delete rows, committed, and then files: what a crash leaves is a file, which the next opening takes in.
 
         Where the index can't be written, on a full disk or because somebody reads it and does not end, files go first: that
@@ -232,12 +232,12 @@ class Writer:
             doomed = [a for a in part if not (removals[a].gone and os.path.lexists(directory.file(a)))]
             rows = index.find(doomed)
             try:
-                self._drop_rows(rows)
+                self._delete_rows(rows)
             except Exception:
                 for address in filter(self._unlink, doomed):
                     removals[address] = self._account(removals[address], rows.get(address))
                 try:
-                    self._drop_rows(rows)
+                    self._delete_rows(rows)
                 except Exception as error:
                     failed = error
                     continue
@@ -246,16 +246,16 @@ class Writer:
             for address in doomed:
                 if not self._unlink(address):  # it has no row any more: the next reconcile finds it
                     self._opened.linger(directory.file(address))
-            self._drop_folders({directory.folder(address) for address in doomed})
+            self._remove_folders({directory.folder(address) for address in doomed})
         if failed:
             raise failed
 
-    def _drop_rows(self, rows: Mapping[Address, Row]) -> None:
+    def _delete_rows(self, rows: Mapping[Address, Row]) -> None:
         if rows:
             with self._opened.transaction():
                 self._opened.index.remove(rows)
 
-    def _drop_folders(self, folders: set[str]) -> None:
+    def _remove_folders(self, folders: set[str]) -> None:
         """Remove folders that are empty: 256 of them take a megabyte, in which a small limit has images."""
         for folder in folders:
             with suppress(OSError):  # not empty
@@ -266,7 +266,7 @@ class Writer:
 
     def _account(self, removal: Removal, row: Row | None) -> Removal:
         """Count a file or its row that has left, whichever was first, and return what is left of its removal."""
-        self._opened.ledger.dropped(row.disk if row is not None and removal.counted else None, removal.credit)
+        self._opened.ledger.count_deleted(row.disk if row is not None and removal.counted else None, removal.credit)
         return Removal(0, gone=True, counted=False)
 
     def _unlink(self, address: Address) -> bool:
@@ -281,7 +281,7 @@ class Writer:
             return False
         return True
 
-    def _spill(self, batch: QueuedBatch) -> None:
+    def _write_images(self, batch: QueuedBatch) -> None:
         """Write files, folders and rows, in this order. Each write ends with `disk` or with `error`."""
         standing = self._skip_durable(batch)
         fresh = [write for write in batch.writes if write.entry.address not in standing]
@@ -329,7 +329,7 @@ class Writer:
             log.warning(
                 "SSD %s: %d images of a namespace that was forged: deleted", self._opened.directory.root, len(false)
             )
-            self._drop({address: Removal(0, gone=False) for address in false})
+            self._delete({address: Removal(0, gone=False) for address in false})
         rows = self._opened.index.find(write.entry.address for write in batch.writes)
         for write in batch.writes:
             row = rows.get(write.entry.address)
@@ -338,18 +338,18 @@ class Writer:
             path, entry = self._opened.directory.file(write.entry.address), write.entry
             extra = entry.extra if entry.kind == "window" else row.extra  # the cache keeps no other's
             says = (entry.namespace, entry.parent, write.image.nbytes, entry.checksum, extra)
-            whole = os.path.exists(path) and os.stat(path).st_size == write.image.nbytes
-            if row[:-1] == says and whole:
+            has_right_size = os.path.exists(path) and os.stat(path).st_size == write.image.nbytes
+            if row[:-1] == says and has_right_size:
                 same.add(write.entry.address)
                 write.entry = write.entry._replace(disk=row.disk)
-                self._opened.ledger.settle(write.image.nbytes, None)
+                self._opened.ledger.end_write(write.image.nbytes, None)
                 write.done = True
                 used = Touch(write.entry.used, 0, write.entry.used_at)
                 touches[write.entry.address] = used.joined(touches.get(write.entry.address))
             else:
                 other[write.entry.address] = Removal(0, gone=False)
         try:
-            self._drop(other)
+            self._delete(other)
         finally:
             batch.removals.update(other)  # rows that could not be deleted
         return same
@@ -425,7 +425,7 @@ class Writer:
             except Exception as error:  # these rows stand all the same, and the next part may
                 later = error
             for write in part:
-                ledger.settle(write.image.nbytes, write.entry.disk)
+                ledger.end_write(write.image.nbytes, write.entry.disk)
                 write.done = True
         if later:
             raise later

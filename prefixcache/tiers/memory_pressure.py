@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from prefixcache import image_memory
 from prefixcache.byte_sizes import size
-from prefixcache.memory import available_memory, give_back
+from prefixcache.memory import available_memory, trim_process_memory
 from prefixcache.metrics.periodic import Periodic
 from prefixcache.tiers.ram import GRAPH_SHARE
 from prefixcache.tiers.storage import Storage
@@ -52,7 +52,7 @@ class Pressure(Periodic):
                 limit = min(full, before + max(full // STEPS, 1))
             less = (limit != before or budget.room < 0) and storage.ram.resize(limit) < held.total
         if less or (missing > 0 and image_memory.kept_bytes()):
-            give_back()
+            trim_process_memory()
         if before == full > limit:
             free, reserve = size(self._reserve - missing), size(self._reserve)
             log.warning(

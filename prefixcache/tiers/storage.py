@@ -82,7 +82,7 @@ class Storage(StorageState):
             for slot in [slot for slot in self.graph.slots.values() if may_be_superseded(slot.node)]:
                 self.drop_superseded(slot)  # what a crash left beside its successor
         self.budget.peak = self.budget.held().total
-        lower.settle(len(entries))
+        lower.finish_load(len(entries))
 
     def _room_for_nodes(self, nbytes: int) -> int:
         """Evict for `nbytes` of nodes, as far as they may take room from images. Returns how much of their share is free."""

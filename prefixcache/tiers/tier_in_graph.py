@@ -1,4 +1,4 @@
-"""A tier below RAM and the graph: its index read into the graph, its room, what is written to it and deleted from it."""
+"""A tier below RAM and the graph: reads the tier's index into the graph, and keeps both alike while images come and go."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class TierInGraph:
         graph.recency.times.load(((entry.used, entry.used_at) for entry in entries), shift=newest)
         self.unindexed = dict(sorted(self.unindexed.items(), key=lambda item: (item[1].used, -item[1].start)))
 
-    def settle(self, loaded: int) -> None:
+    def finish_load(self, loaded: int) -> None:
         """Delete what is above the limit after `load`, of so many entries, and say how much is not indexed."""
         self._enforce_limit()
         if self.unindexed:

@@ -146,13 +146,13 @@ def full() -> Iterator[None]:
 def gate(monkeypatch: Any, ssd: Opened) -> threading.Event:
     """The writer stands before its next batch of files until the event is set."""
     event = threading.Event()
-    original = ssd._writer._spill
+    original = ssd._writer._write_images
 
-    def spill(batch: Any) -> None:
+    def write_images(batch: Any) -> None:
         event.wait(20)
         original(batch)
 
-    monkeypatch.setattr(ssd._writer, "_spill", spill)
+    monkeypatch.setattr(ssd._writer, "_write_images", write_images)
     return event
 
 

@@ -106,7 +106,7 @@ def test_an_index_that_can_t_commit_fails_the_writes_and_keeps_no_file_that_was_
         assert not ssd.flush(5)
         assert not path_of(root, stored[0]).exists()  # that takes no room
         assert ssd.stats().files == 2
-        assert ssd._opened.ledger.held().files == sum(entry.disk for entry in stored[1:])
+        assert ssd._opened.ledger.held().file_bytes == sum(entry.disk for entry in stored[1:])
     until(lambda: ssd.flush(5))
     assert not path_of(root, stored[0]).exists()
     assert not path_of(root, make(9)[0]).exists()

@@ -8,7 +8,7 @@ import sqlite3
 import pytest
 
 from prefixcache.byte_sizes import as_setting
-from prefixcache.ssd.ledger import AGAIN, SURE, Room, is_full
+from prefixcache.ssd.ledger import AGAIN, SURE, DiskRoom, is_full
 
 MB = 10**6
 
@@ -21,50 +21,50 @@ class Clock:
 
 
 def test_the_ceiling_is_what_it_has_and_what_is_free_beyond_the_reserve():
-    room = Room(5 * MB)
-    assert room.look(held=20 * MB, total=22 * MB, free=10 * MB) == 25 * MB
-    assert room.look(held=25 * MB, total=25 * MB, free=5 * MB) == 25 * MB  # its own growth changes nothing
-    assert room.look(held=25 * MB, total=25 * MB, free=2 * MB) == 22 * MB
-    assert room.look(held=1 * MB, total=1 * MB, free=0) == 0
+    room = DiskRoom(5 * MB)
+    assert room.ceiling_now(held=20 * MB, total=22 * MB, free=10 * MB) == 25 * MB
+    assert room.ceiling_now(held=25 * MB, total=25 * MB, free=5 * MB) == 25 * MB  # its own growth changes nothing
+    assert room.ceiling_now(held=25 * MB, total=25 * MB, free=2 * MB) == 22 * MB
+    assert room.ceiling_now(held=1 * MB, total=1 * MB, free=0) == 0
 
 
 def test_where_deletions_are_free_space_at_once_every_look_counts():
-    room = Room(5 * MB)
+    room = DiskRoom(5 * MB)
     room.note_deletion(4 * MB, freed=4 * MB)
-    assert room.look(20 * MB, 20 * MB, free=4 * MB) == 19 * MB
-    assert room.look(19 * MB, 19 * MB, free=4 * MB) == 18 * MB
+    assert room.ceiling_now(20 * MB, 20 * MB, free=4 * MB) == 19 * MB
+    assert room.ceiling_now(19 * MB, 19 * MB, free=4 * MB) == 18 * MB
 
 
 def test_where_deletions_are_free_space_later_they_are_waited_for():
     """Else each look would have as much deleted again, until nothing is left."""
     clock = Clock()
-    room = Room(5 * MB, clock)
+    room = DiskRoom(5 * MB, clock)
     room.note_deletion(4 * MB, freed=0)
-    assert room.look(20 * MB, 20 * MB, free=4 * MB) == 19 * MB
-    assert room.look(19 * MB, 19 * MB, free=4 * MB) == 19 * MB
+    assert room.ceiling_now(20 * MB, 20 * MB, free=4 * MB) == 19 * MB
+    assert room.ceiling_now(19 * MB, 19 * MB, free=4 * MB) == 19 * MB
     clock.now += AGAIN / 2
-    assert room.look(19 * MB, 19 * MB, free=6 * MB) == 20 * MB
+    assert room.ceiling_now(19 * MB, 19 * MB, free=6 * MB) == 20 * MB
     clock.now += AGAIN
-    assert room.look(19 * MB, 19 * MB, free=4 * MB) == 18 * MB
+    assert room.ceiling_now(19 * MB, 19 * MB, free=4 * MB) == 18 * MB
 
 
 def test_a_small_deletion_proves_nothing():
-    room = Room(0)
+    room = DiskRoom(0)
     room.note_deletion(SURE - 1, freed=0)
-    assert room.look(20 * MB, 21 * MB, free=0) == 20 * MB
-    assert room.look(19 * MB, 21 * MB, free=0) == 19 * MB
+    assert room.ceiling_now(20 * MB, 21 * MB, free=0) == 20 * MB
+    assert room.ceiling_now(19 * MB, 21 * MB, free=0) == 19 * MB
 
 
 def test_a_quota_holds_for_a_while_or_until_others_make_room():
     clock = Clock()
-    room = Room(0, clock)
+    room = DiskRoom(0, clock)
     room.note_full(held=20 * MB, free=500 * MB)
-    assert room.look(20 * MB, 20 * MB, free=500 * MB) == 20 * MB
-    assert room.look(18 * MB, 18 * MB, free=502 * MB) == 20 * MB  # what it has deleted itself
-    assert room.look(18 * MB, 18 * MB, free=510 * MB) == 528 * MB
+    assert room.ceiling_now(20 * MB, 20 * MB, free=500 * MB) == 20 * MB
+    assert room.ceiling_now(18 * MB, 18 * MB, free=502 * MB) == 20 * MB  # what it has deleted itself
+    assert room.ceiling_now(18 * MB, 18 * MB, free=510 * MB) == 528 * MB
     room.note_full(held=20 * MB, free=500 * MB)
     clock.now += AGAIN
-    assert room.look(20 * MB, 20 * MB, free=500 * MB) == 520 * MB
+    assert room.ceiling_now(20 * MB, 20 * MB, free=500 * MB) == 520 * MB
 
 
 @pytest.mark.parametrize(

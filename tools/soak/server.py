@@ -27,7 +27,7 @@ import mlx.core as mx
 
 from prefixcache import PrefixCache, Settings
 from prefixcache.blocks.node import RAM
-from prefixcache.memory import give_back
+from prefixcache.memory import trim_process_memory
 from prefixcache.ssd.directory import Directory
 from prefixcache.ssd.index import Index
 from tools.faults.disk import Clock, Disk
@@ -462,7 +462,7 @@ def _resources() -> tuple[int, int, int]:
     """Resident bytes, open descriptors, threads. What the allocator has free is given back first, as far as it can be."""
     gc.collect()
     mx.clear_cache()
-    give_back()
+    trim_process_memory()
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
             resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

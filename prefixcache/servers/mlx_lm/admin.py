@@ -20,7 +20,7 @@ from mlx_lm.server import ModelDescription
 
 from prefixcache.byte_sizes import parse_size
 from prefixcache.cache import PrefixCache
-from prefixcache.memory import give_back
+from prefixcache.memory import trim_process_memory
 from prefixcache.servers.mlx_lm.context import room_for
 from prefixcache.servers.mlx_lm.generator import Generator
 from prefixcache.servers.mlx_lm.idle_warming import IdleWarming
@@ -94,7 +94,7 @@ class Admin:
         model, namespace = _text(body, "model"), _text(body, "namespace")
         salt, older_than, to_size = self._tenant(body), _seconds(body, "older_than"), _size(body, "to_size")
         if to_size is None:
-            self._settle()
+            self._await_stores()
         if namespace is None and older_than is None and to_size is None:
             deleted = self._cache.clear(model=model, salt=salt)
         elif to_size is not None and self._cache.stats().ssd is None:
@@ -103,16 +103,16 @@ class Admin:
             before = time.time() - older_than if older_than is not None else None
             deleted = self._cache.prune(model=model, salt=salt, namespace=namespace, used_before=before, ssd_to=to_size)
         self._generator.prompts.drop_live()
-        self._give_back()
+        self._trim_memory()
         return {"images": deleted.images, "bytes": deleted.nbytes, "held": deleted.held, **self._now()}
 
     def remove(self, body: Json) -> Json:
         """Delete a prompt, and all that begins with it."""
         prompt = self._prompt(body)
-        self._settle()
+        self._await_stores()
         nbytes = self._cache.remove(prompt, following=True)
         self._generator.prompts.drop_live()
-        self._give_back()
+        self._trim_memory()
         return {"tokens": len(prompt), "bytes": nbytes, **self._now()}
 
     def trim(self, body: Json) -> Json:
@@ -123,17 +123,17 @@ class Admin:
             raise RequestRefused('to_size is missing: give what RAM may hold, such as {"to_size": "1GB"}')
         self._generator.prompts.drop_live()
         self._cache.trim_to(to_size)
-        self._give_back()
+        self._trim_memory()
         return self._now()
 
-    def _settle(self) -> None:
+    def _await_stores(self) -> None:
         """Let what was answered be stored before it is deleted."""
         if not self._generator.wait_for_stores(STORES):
             log.warning("admin: a step takes longer than %g s: a request under way may store its prompt again", STORES)
 
-    def _give_back(self) -> None:
+    def _trim_memory(self) -> None:
         mx.clear_cache()
-        give_back()
+        trim_process_memory()
 
     def _now(self) -> Json:
         stats = self._cache.stats()
