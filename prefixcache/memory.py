@@ -64,8 +64,7 @@ def trim_process_memory() -> None:
 
 @contextmanager
 def collector_at_rest() -> Iterator[None]:
-    """Let Python's collector of cycles rest within the block: what is made there and lives on, it would visit again and
-    again. At the end what was made counts as old at once; else the next object that is made would have all of it visited.
+    """Disable the garbage collector in the block, then move all objects to its oldest generation: it visits those seldom.
     Decision 0008 says why.
     """
     collecting = gc.isenabled()

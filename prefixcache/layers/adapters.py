@@ -63,8 +63,8 @@ class Leaf(NamedTuple):
 
     `positions` is the number of tokens that it has seen, None when it can't tell; `held` the runs of tokens whose
     rows it still has; `arrays` its streams, (1, heads, physical rows, width) each; `where(a, b)` the physical rows of
-    tokens a to b, all of which it holds; `state` what a snapshot keeps. With `codes`, those are its rows, and `arrays` has
-    the first tokens' only, where it keeps some as they are.
+    tokens a to b, all of which it holds; `state` what a snapshot keeps. With `codes`, the rows are the codes; `arrays` then
+    has the exact first tokens, if any.
     """
 
     layout: Layout
@@ -79,7 +79,7 @@ class Leaf(NamedTuple):
 class Adapter:
     """How one kind of layer cache is read and made. `at` in errors names the layer."""
 
-    makes = True  # objects of the classes that it reads
+    can_make = True  # whether `make` may be called
 
     def read(self, cache: Any, at: str) -> Leaf:
         raise NotImplementedError
@@ -159,7 +159,7 @@ def _streams(arrays: dict[str, mx.array], cache: Any, at: str, exact: bool) -> l
 
 
 def _unused(layout: Layout, offset: int) -> Leaf:
-    """Return a layer without rows: it says nothing of the tokens, unless it counts them."""
+    """Return a layer without rows. `streams`: None if it was never used, [] if it counts tokens but keeps no rows."""
     layout["streams"] = [] if offset else None
     return Leaf(layout, offset or None)
 
@@ -231,7 +231,7 @@ class Compressed(Adapter):
     It is never made by its class: what is stored is a KVCache's, and `StoredPrompt.live` makes one of the codes.
     """
 
-    makes = False
+    can_make = False
 
     def read(self, cache: Any, at: str) -> Leaf:
         layer = cache._layer
@@ -260,8 +260,8 @@ class Compressed(Adapter):
 class Rotating(Adapter):
     """RotatingKVCache: the first `keep` tokens' rows and the last ones', in a ring after `max_size`.
 
-    A full ring is made without its oldest row, the next to be overwritten, which nothing reads. A store must not take that
-    for the token's: `_missing` says whose it is.
+    A full ring is made without its oldest row, the next to be overwritten, which nothing reads. The row at that place is not
+    the oldest token's; `_missing` is that token's number, so that a store skips it.
     """
 
     _growing = ("keys", "values", "offset", "_idx", "_missing")
@@ -276,7 +276,7 @@ class Rotating(Adapter):
             "kind": "windowed",
             "attrs": attrs,
             "streams": None,
-            "window": [size, keep, False],
+            "window": list(Window(size, keep, chunked=False)),
         }
         offset, index = _position(cache.offset, at, cache), _position(cache._idx, at, cache)
         if cache.keys is None:
@@ -305,14 +305,14 @@ class Rotating(Adapter):
         return Leaf(layout, offset, ranges, arrays, where)
 
     def capacity(self, layout: Layout, boundary: int, room: int) -> int:
-        return min(boundary, layout["window"][0])
+        return min(boundary, Window(*layout["window"]).size)
 
     def make(self, cls: type, layout: Layout, boundary: int, streams: dict[str, mx.array]) -> Any:
         cache = _with_rows(cls, layout, boundary, streams)
         cache._idx = cache.keys.shape[2] if streams else cache.offset
-        size, keep, _ = layout["window"]
-        if streams and boundary > size:
-            cache._missing = boundary - size + keep
+        window = Window(*layout["window"])
+        if streams and boundary > window.size:
+            cache._missing = boundary - window.size + window.keep
         return cache
 
 
@@ -331,7 +331,7 @@ class Chunked(Adapter):
             "kind": "windowed",
             "attrs": attrs,
             "streams": None,
-            "window": [size, 0, True],
+            "window": list(Window(size, chunked=True)),
         }
         offset, start = _position(cache.offset, at, cache), _position(cache.start_position, at, cache)
         if cache.keys is None:
@@ -374,7 +374,7 @@ class Snapshot(Adapter):
 class Batched(Adapter):
     """Batches: several sequences in one object."""
 
-    makes = False
+    can_make = False
 
     def read(self, cache: Any, at: str) -> Leaf:
         raise CacheError(

@@ -52,7 +52,7 @@ def find_class(path: str) -> type:
 def _is_layer_cache(cls: type) -> bool:
     """Tell whether a prompt cache can hold objects of this class: it has what mlx-lm asks of each layer's cache."""
     asked = hasattr(cls, "state") and hasattr(cls, "is_trimmable")
-    return asked and class_path(cls) != MLX_LM_CACHES + "_BaseCache" and adapter_of(cls).makes
+    return asked and class_path(cls) != MLX_LM_CACHES + "_BaseCache" and adapter_of(cls).can_make
 
 
 def check_kept(path: str, at: str) -> None:

@@ -59,7 +59,7 @@ def _shared(layer: Any, tokens: int, held: Any) -> Any:
         return blank(type(layer), {**vars(layer), "caches": type(layer.caches)(children)})
     adapter, at = adapter_of(type(layer)), "a hot layer"
     leaf = adapter.read(layer, at)
-    if not adapter.makes:
+    if not adapter.can_make:
         raise CacheError(f"{class_path(type(layer))}: its codes are not decoded state")
     if leaf.layout["kind"] == "sliceable" and leaf.arrays:
         rows = {name: held(array[:, :, :tokens]) for name, array in leaf.arrays.items()}

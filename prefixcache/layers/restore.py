@@ -16,7 +16,7 @@ from prefixcache.layers.classes import find_class
 from prefixcache.layers.snapshots import leaf_state
 from prefixcache.layers.stored_rows import RowRun, StoredRows, pieces_of
 
-MOST_LEVELS = 4  # in a live cache: each takes an attention of its own
+MOST_LEVELS = 4  # runs of levels in a live cache: attention runs once for each
 
 Streams = dict[tuple[int, str], mx.array]  # buffers by leaf and stream
 
@@ -70,8 +70,8 @@ class Restorer:
         return adapter_of(cls).make(cls, layer, self._rows.tokens, streams)
 
     def _compressed(self, leaf: int, choice: Choice) -> Any:
-        """Make a live cache that has a plain layer's codes; its rows coded anew where their levels are many, or where
-        they are transformed.
+        """Make a live cache that has a KVCache's codes; uncoded, to be coded later, if the rows have more than `MOST_LEVELS`
+        runs of levels or are transformed.
         """
         runs = self._rows.leading(0, self._rows.tokens)
         coded = next((run.at for run in runs if not run.coded), self._rows.tokens)

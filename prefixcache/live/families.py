@@ -1,7 +1,7 @@
 """For which of mlx-lm's model families attention can read codes, and why not for the others.
 
-A family holds when each layer hands what `update_and_fetch` of its cache returned, untouched but for its shape and
-dtype, to `mlx_lm.models.base.scaled_dot_product_attention` with that same cache: there the hook finds the codes. All
+Attention can read codes when every layer passes what `update_and_fetch` of its cache returned, untouched but for its shape
+and dtype, to `mlx_lm.models.base.scaled_dot_product_attention` with that same cache: there the hook finds the codes. All
 modules of mlx-lm 0.31.3 and 0.32.2 were read; the tests read them again, and run the families that they can build.
 """
 
@@ -17,7 +17,7 @@ MODELS = "mlx_lm.models."
 
 # Modules of mlx_lm.models by the attention that they define. One that only wraps another's (mistral3, kimi_vl,
 # qwen3_5, smollm3, ...) isn't here.
-HOLDS = frozenset(
+SUPPORTED = frozenset(
     """
     Klear afmoe apertus baichuan_m1 bailing_moe bailing_moe_linear bitnet cohere cohere2 dbrx deepseek deepseek_v2
     dots1 ernie4_5 ernie4_5_moe exaone exaone4 exaone_moe falcon_h1 gear gemma gemma3_text gemma3n gemma4_text glm
@@ -55,7 +55,7 @@ EXCLUDED = {
     "stablelm": "it casts fetched keys to float32",
 }
 
-# Some models of a family that holds don't: (does this layer's attention make it so, why).
+# Supported, except models with a layer for which the predicate is true: (predicate, reason).
 UNLESS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "gear": (lambda layer: bool(layer.attn_logit_softcapping), "with attn_logit_softcapping " + _BY_HAND),
     # 0.32 asks the cache for what it would fetch, and attends with that cache.
@@ -87,7 +87,7 @@ def refusal(module: str, layer: nn.Module) -> str | None:
         return "it is not one of mlx-lm's models, and what it does with fetched keys and values is not known"
     if name in EXCLUDED:
         return EXCLUDED[name]
-    if name not in HOLDS:
+    if name not in SUPPORTED:
         return "what it does with fetched keys and values is not known"
     shared, why = UNLESS.get(name, (None, ""))
     return why if shared is not None and shared(layer) else None

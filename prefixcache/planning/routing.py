@@ -15,7 +15,7 @@ from prefixcache.trace.format import FETCH, REQUEST, STORE
 from prefixcache.trace.reading import Request
 
 STICKY, RANDOM = ("sticky", "random")
-COMMON = 4  # different blocks after one, from which on it is common to sessions, as those of a system prompt are
+COMMON = 4  # a block with at least this many different successors is shared by sessions: a system prompt's
 SEED = 0
 NOWHERE = -1  # the session of a prompt without ids; those are never negative
 
@@ -23,15 +23,15 @@ NOWHERE = -1  # the session of a prompt without ids; those are never negative
 def machines_of(requests: Iterable[Request], machines: int, routing: str) -> list[int]:
     """Return the machine of each request, 0 to `machines` - 1, always the same. `requests` are read more than once.
 
-    "sticky": the one that a hash of the session chooses. "random": any, but a recording's store goes where the fetch of its
-    prompt went. ValueError for another routing.
+    "sticky": the one that a hash of the session chooses. "random": any machine, but a recorded store goes to the machine of
+    its fetch. ValueError for another routing.
     """
     if routing not in (STICKY, RANDOM):
         raise ValueError(f"routing={routing!r}: write {STICKY!r} or {RANDOM!r}")
     if routing == STICKY:
         return [_hashed(session) % machines for session in sessions(requests)]
     chance, first = Random(SEED), _Successors(requests).first
-    fetched: dict[int, int] = {}  # a recording's ids, and who was asked for them last
+    fetched: dict[int, int] = {}  # a recording's ids, and the machine that was asked for them last
     chosen = []
     for request in requests:
         ids = [first.get(block, block) for block in request.ids] if request.call != REQUEST else []
@@ -54,12 +54,12 @@ def sessions(requests: Iterable[Request]) -> list[int]:
 
 
 class _Successors:
-    """How many blocks come after each one of a trace, and which tail each has grown from. A block that has grown is the
-    tail that it was.
+    """How many blocks come after each one of a trace, and which tail each has grown from. A block that grew from a tail
+    keeps that tail's identity.
     """
 
     def __init__(self, requests: Iterable[Request]):
-        self.first: dict[int, int] = {}  # a block that has grown, and the first tail
+        self.first: dict[int, int] = {}  # of a block that grew, the tail that it was first
         self._next: Counter[int] = Counter()
         seen: set[int] = set()
         for request in requests:
@@ -72,7 +72,7 @@ class _Successors:
                 self._next[parent] += block not in self.first
 
     def session(self, request: Request) -> int:
-        """Return the last block of a prompt, where all are common."""
+        """Return the first block that isn't common, else the last."""
         block = NOWHERE
         for block in request.ids:
             if self._next[block] < COMMON:

@@ -49,7 +49,7 @@ class Breaker:
         with self._lock:
             return None if self._probe_at is None else max(self._probe_at - self._clock(), 0.0)
 
-    def succeeded(self, question: bool = False, probe: bool = False) -> None:
+    def succeeded(self, *, question: bool = False, probe: bool = False) -> None:
         with self._lock:
             self._failures[question] = 0
             if self._probe_at is None or (question and not probe):
@@ -57,7 +57,7 @@ class Breaker:
             self._probe_at, self.closed_at, self._failures = None, self._clock(), {False: 0, True: 0}
         log.info("%s: works again", self._what)
 
-    def failed(self, reason: str, question: bool = False) -> None:
+    def failed(self, reason: str, *, question: bool = False) -> None:
         with self._lock:
             self.reason, now = reason, self._clock()
             self._failures[question] += 1

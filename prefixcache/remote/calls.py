@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FuturesTimeout
+from functools import partial
 from typing import TypeVar
 
 from prefixcache.remote.breaker import Breaker
@@ -62,30 +63,32 @@ class EngineCalls:
 
     def ask(self, call: Callable[..., Result], *arguments: object) -> Future[Result]:
         """Begin a call that asks something. Raises EngineError when closed."""
-        return self._submit(self._askers, True, call, arguments)
+        return self._submit(self._askers, call, arguments, question=True)
 
     def read(self, call: Callable[..., Result], *arguments: object) -> Future[Result]:
         """Begin a call that reads an image, by way of `Client.read`. Raises EngineError when closed."""
-        return self._submit(self._readers, False, call, arguments)
+        return self._submit(self._readers, call, arguments, question=False)
 
     def _submit(
-        self, threads: DaemonThreads, question: bool, call: Callable[..., Result], arguments: tuple[object, ...]
+        self, threads: DaemonThreads, call: Callable[..., Result], arguments: tuple[object, ...], *, question: bool
     ) -> Future[Result]:
         try:
-            return threads.submit(self.guarded, self.reading, question, call, *arguments)
+            return threads.submit(partial(self.guarded, self.reading, call, *arguments, question=question))
         except RuntimeError:  # whoever is still at work when the cache is closed
             raise EngineError("closed") from None
 
-    def guarded(self, breaker: Breaker, question: bool, call: Callable[..., Result], *arguments: object) -> Result:
-        """Do a call on this thread, and return its result; the breaker hears how it ended."""
+    def guarded(
+        self, breaker: Breaker, call: Callable[..., Result], *arguments: object, question: bool = False
+    ) -> Result:
+        """Do a call on this thread, and return its result; the breaker hears how it ended. `question`: no image is moved."""
         try:
             result = call(*arguments)
         except EngineError as error:
             if not self._closed:
                 self._counters.failed(str(error))
-                breaker.failed(str(error), question)
+                breaker.failed(str(error), question=question)
             raise
-        breaker.succeeded(question)
+        breaker.succeeded(question=question)
         return result
 
     def wait(self, future: Future[Result], timeout: float | None) -> Result:

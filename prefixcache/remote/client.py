@@ -55,8 +55,8 @@ class Client:
         self.speed = Speed()
         self.missing = MissingNames()
         self.calls = EngineCalls(engine.label, self.counters)
-        self._sealing = threading.local()  # its `memory`: what the thread has sealed its last image in
-        self.probe_bytes = 0  # of the last image that could not be written
+        self._sealing = threading.local()  # `memory`: per thread, a buffer used again for the next seal
+        self.probe_bytes = 0  # of the last image that could not be written, sealed
 
     # -- asking and reading, which raise EngineError -------------------------------------------------------------------
 
@@ -96,8 +96,7 @@ class Client:
         self, name: str, size: int | None, room: Callable[[int], bool], watch: Sink | None = None
     ) -> np.ndarray | None:
         """Return the unsealed bytes under a name, on this thread; None where there are none, or what is there was not sealed
-        under this name. `room` is asked once whether there is some for so many bytes, before they are read; where not, None,
-        too.
+        under this name. `room(nbytes)` reserves memory before the read; if it returns False, the result is None.
         `watch` is shown each piece once it is unsealed, while the processor's cache has it.
         """
         began = time.monotonic()
@@ -130,8 +129,8 @@ class Client:
         return unsealing[0].finish() if self.engine.get(name, size, accept) else None
 
     def has_our_key(self) -> bool | None:
-        """Tell whether images there are sealed as here, with this key or without one; None where nobody has told. On this
-        thread.
+        """Tell whether images there are sealed as here, with this key or without one; None if no key-check
+        text is stored. On this thread.
         """
 
         def ask() -> bool | None:
@@ -142,12 +141,12 @@ class Client:
             return None if text is None else np.array_equal(text, KEY_TEXT)
 
         began = time.monotonic()
-        is_ours = self.calls.guarded(self.calls.reading, True, ask)
+        is_ours = self.calls.guarded(self.calls.reading, ask, question=True)
         self.speed.learn_trip(time.monotonic() - began)
         return is_ours
 
     def compare_keys(self, writes: bool) -> None:
-        """Warn where images are sealed with another key; note ours where nobody has told, if the client `writes`. On this
+        """Warn where images are sealed with another key; if the client `writes`, write ours if none is stored. On this
         thread.
         """
         ours = self.has_our_key()
@@ -175,7 +174,7 @@ class Client:
             memory = None  # before more is taken: RAM was reserved for the larger one
         sealed = self.seal.seal(name, data, memory)
         try:
-            self.calls.guarded(self.calls.writing, False, self.engine.put, name, sealed.data, listed)
+            self.calls.guarded(self.calls.writing, self.engine.put, name, sealed.data, listed)
         except EngineError:
             self.probe_bytes = sealed.nbytes
             raise
@@ -188,7 +187,7 @@ class Client:
     def keep_listed(self, names: Sequence[str]) -> None:
         """List names again that are there, since an engine may have evicted its list. On this thread."""
         if names:
-            self.calls.guarded(self.calls.writing, True, self.engine.keep_listed, names)
+            self.calls.guarded(self.calls.writing, self.engine.keep_listed, names, question=True)
 
     def forget_memory(self) -> None:
         """Let go of the memory that this thread seals in: it has nothing to write for now."""
@@ -205,7 +204,7 @@ class Client:
                     if breaker is self.calls.writing:
                         # As large as what failed: a full engine still takes what is small.
                         self.engine.put(PROBE, np.zeros(self.probe_bytes, np.uint8).data)
-                        self.engine.put(PROBE, b"probe")
+                        self.engine.put(PROBE, b"probe")  # then small: it need not stay large
                 except EngineError as error:
                     breaker.failed(str(error))
                 else:

@@ -211,8 +211,8 @@ def _check_certificates(ca_file: Path) -> None:
 
 
 def redacted(url: str) -> str:
-    """Return the URL without user, password and options: for logs, errors and statistics. Of one that may hold a password
-    where none belongs, only the scheme.
+    """Return the URL without user, password and options: for logs, errors and statistics. If a stray @ may hide a password,
+    return only "scheme://...".
     """
     try:
         parts = urlsplit(url)

@@ -16,7 +16,7 @@ from mlx_lm.models.cache import CacheList, KVCache, make_prompt_cache
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from prefixcache.live import families
-from prefixcache.live.families import EXCLUDED, HOLDS, UNLESS, check
+from prefixcache.live.families import EXCLUDED, SUPPORTED, UNLESS, check
 from prefixcache.live.stand_in import CodesStandIn
 from prefixcache.upstream import hook_attention
 from tests.models.families import BASE, DELTA, FAMILIES, MLA, MLX_LM_0_31, MOE, SLIDING
@@ -207,7 +207,7 @@ def test_a_servers_patch_of_mlx_lms_attention_is_not_mlx_lms(monkeypatch):
 
 
 def test_a_family_of_a_later_mlx_lm_is_not_known(monkeypatch):
-    monkeypatch.setattr(families, "HOLDS", HOLDS - {"llama"})
+    monkeypatch.setattr(families, "SUPPORTED", SUPPORTED - {"llama"})
     with pytest.raises(ValueError, match=r"models of 'llama' can't attend to codes: what it does .* is not known"):
         check(FAMILIES["llama"].build())
 
@@ -297,24 +297,24 @@ ATTENDING = [
 def test_every_module_with_attention_is_listed_for_what_its_code_does(module):
     found = touched(module)
     if module in UNLESS:
-        assert module in HOLDS
-    elif module in HOLDS:
+        assert module in SUPPORTED
+    elif module in SUPPORTED:
         assert module not in EXCLUDED
         assert not found, "this family does not hold: move it to EXCLUDED"
     elif module in EXCLUDED:
         own_caches = "update_and_fetch" not in (FOLDER / f"{module}.py").read_text()
-        assert found or own_caches, "this family holds: move it to HOLDS"
+        assert found or own_caches, "attention can read its codes: move it to SUPPORTED"
     else:
-        pytest.fail(f"a new family: {'EXCLUDED: ' + '; '.join(found) if found else 'HOLDS'}")
+        pytest.fail(f"a new family: {'EXCLUDED: ' + '; '.join(found) if found else 'SUPPORTED'}")
 
 
 @pytest.mark.parametrize("module", sorted(set(MODULES) - set(ATTENDING)))
 def test_a_module_without_attention_of_its_own_leaves_what_others_fetched_alone(module):
-    assert module not in HOLDS | set(EXCLUDED)
+    assert module not in SUPPORTED | set(EXCLUDED)
     assert not touched(module)
 
 
 def test_no_family_is_listed_that_mlx_lm_has_not():
-    listed = HOLDS | set(EXCLUDED) | set(UNLESS) | families.WITHOUT_ATTENTION
+    listed = SUPPORTED | set(EXCLUDED) | set(UNLESS) | families.WITHOUT_ATTENTION
     assert MLX_LM_0_31 or listed <= set(MODULES)
-    assert not HOLDS & set(EXCLUDED)
+    assert not SUPPORTED & set(EXCLUDED)
