@@ -23,9 +23,10 @@ from prefixcache.ssd.index import PAGE, ROW_PAGES
 ROW_ROOM = 8192
 LOG_ALLOWANCE = (128 << 10, 32 << 20)  # of index.db-wal and index.db-shm: a 16th of the limit, within these
 SHARED_MEMORY = 64 << 10  # of it for index.db-shm, which SQLite grows by 32 kB for every 16 MB of log
-PERIOD = 2.0  # seconds between two looks at the disk when nothing is written
-AGAIN = 60.0  # seconds that deletions may take to become free space, and that a disk which was full is taken for full
-SURE = 1 << 20  # bytes: what other programs write and delete meanwhile is taken to be less
+DISK_POLL_SECONDS = 2.0  # between two looks at the disk when nothing is written
+FREEING_SECONDS = 60.0  # that deletions may take to become free space
+FULL_HOLD_SECONDS = 60.0  # that a disk which was full is taken for full
+NOISE_BYTES = 1 << 20  # other programs are taken to write and delete less than this meanwhile
 _MOST_ROWS = 256  # in one transaction
 _UNBOUNDED = 1 << 62  # until the disk is asked
 
@@ -94,14 +95,14 @@ class Ledger:
         self.rows = max(1, min(self._log_room // 4 // (ROW_PAGES * PAGE), _MOST_ROWS))
 
     @property
-    def log_at_rest(self) -> int:
-        """Return the bytes of log from which on it is cut: what one transaction of `rows` rows writes at worst."""
+    def checkpoint_above(self) -> int:
+        """Return the bytes of the index's WAL above which it is cut: what a transaction of `rows` rows writes at worst."""
         return self.rows * ROW_PAGES * PAGE
 
     @property
-    def longest_log(self) -> int:
-        """Return the bytes of log beyond which no transaction may begin: with it, the log would pass its allowance."""
-        return self._log_room - self.log_at_rest
+    def begin_no_transaction_above(self) -> int:
+        """Return the bytes of the WAL above which no transaction may begin: with it, the WAL would exceed its allowance."""
+        return self._log_room - self.checkpoint_above
 
     def footprint(self, nbytes: int) -> int:
         """Return the real bytes to expect of a file of `nbytes`, its share of index and folders included."""
@@ -183,25 +184,25 @@ class DiskRoom:
         """Return the bytes that the directory may take in all."""
         ceiling, now = max(0, held + free - self.reserve), self._clock()
         if now < self._full_until:
-            if free > self._full_free + max(0, self._full_held - held) + SURE:
+            if free > self._full_free + max(0, self._full_held - held) + NOISE_BYTES:
                 self._full_until = now  # others made room
             else:
                 ceiling = min(ceiling, self._full_held)
         if ceiling < total:
             if self._frees_late and now < self._evicting_until:
                 return total  # what was deleted for it a moment ago is not free yet
-            self._evicting_until = now + AGAIN
+            self._evicting_until = now + FREEING_SECONDS
         return ceiling
 
     def note_full(self, held: int, free: int) -> None:
         """Note that a write found no room, whatever statvfs says: a quota, no more inodes. The directory can't grow for a
         while.
         """
-        self._full_held, self._full_free, self._full_until = held, free, self._clock() + AGAIN
+        self._full_held, self._full_free, self._full_until = held, free, self._clock() + FULL_HOLD_SECONDS
 
     def note_deletion(self, nbytes: int, freed: int) -> None:
         """Note that files of so many bytes were deleted, and the free space has grown by `freed`."""
-        if nbytes >= SURE:
+        if nbytes >= NOISE_BYTES:
             self._frees_late = freed < nbytes // 2
 
 

@@ -34,7 +34,7 @@ from prefixcache.ssd.entries import FOLDERS, Address, Entry, batched
 from prefixcache.ssd.errors import LogHeld
 from prefixcache.ssd.files import remove_file
 from prefixcache.ssd.index import PAGE, suffixes
-from prefixcache.ssd.ledger import SURE, DiskRoom, Ledger, free_space
+from prefixcache.ssd.ledger import NOISE_BYTES, DiskRoom, Ledger, free_space
 from prefixcache.ssd.lock import Lock, refuse_newer
 from prefixcache.ssd.quarantine import Quarantine
 from prefixcache.ssd.repair import mend, open_index
@@ -180,7 +180,8 @@ class OpenDirectory:
         asked, limit, root = self.ledger.asked, self.ledger.limit, self.directory.root
         if limit < asked and not self._is_short:
             self._is_short = True
-            less = f', or write --ssd {as_setting(limit)} (ssd="{as_setting(limit)}") or less' if limit > SURE else ""
+            short = as_setting(limit)
+            less = f', or write --ssd {short} (ssd="{short}") or less' if limit > NOISE_BYTES else ""
             log.warning(
                 "SSD %s: ssd=%s is more than its disk has room for beside ssd_reserve=%s: the limit is %s until "
                 "there is more; make room there%s",
@@ -217,14 +218,14 @@ class OpenDirectory:
         can't be cut.
         """
         self._cut_log()
-        if disk_at(suffixes(self.directory.index)[1]) > self.ledger.longest_log:
+        if disk_at(suffixes(self.directory.index)[1]) > self.ledger.begin_no_transaction_above:
             raise LogHeld(
                 f"{str(self.directory.index)!r}: another program reads it in a transaction that does not end, so its log "
                 "can't be cut: end that program; fuser names it"
             )
 
     def _cut_log(self) -> None:
-        if disk_at(suffixes(self.directory.index)[1]) > self.ledger.log_at_rest:
+        if disk_at(suffixes(self.directory.index)[1]) > self.ledger.checkpoint_above:
             self.index.checkpoint()
 
     def maintain(self, *, idle: bool = False) -> None:
@@ -259,7 +260,7 @@ class OpenDirectory:
 
     def shrink_index(self) -> None:
         """Give the file system the pages of the index that deletions left free."""
-        self.index.shrink(self.ledger.log_at_rest // PAGE)
+        self.index.shrink(self.ledger.checkpoint_above // PAGE)
 
     # By readers
 

@@ -1,5 +1,5 @@
-"""The thread that changes the directory: it takes what is queued, in batches, and makes it durable in the order that
-holds.
+"""The thread that changes the directory: it takes what is queued, in batches, and makes it durable in the order
+described below.
 
 Of a batch the deletions go first (rows, then files: what they free is free before a write begins), then the files of
 the writes (tmp, fsync, rename, fsync of the folders), then one transaction with their rows. So a row is never older
@@ -24,7 +24,7 @@ from prefixcache.ssd.directory import make_folder, remove_folder, sync_folder
 from prefixcache.ssd.entries import Address, Entry, Item, Touch, batched
 from prefixcache.ssd.files import remove_file, write_file
 from prefixcache.ssd.index import Row, proves_damage
-from prefixcache.ssd.ledger import PERIOD, is_full
+from prefixcache.ssd.ledger import DISK_POLL_SECONDS, is_full
 from prefixcache.ssd.open_directory import OpenDirectory
 from prefixcache.ssd.queue import Queue, QueuedBatch, Removal, Write
 
@@ -120,14 +120,14 @@ class Writer:
 
     def _next(self) -> QueuedBatch | None:
         """Return the next batch. While none comes: see whether the directory is still there, and what its disk has free."""
-        while not self._queue.wait(PERIOD):
+        while not self._queue.wait(DISK_POLL_SECONDS):
             if self._queue.stuck:
-                continue  # the next attempt sees
+                continue  # the next batch detects it
             try:
                 if self._opened.stands:
                     self._evict_for_disk()
                     continue
-            except Exception:  # the batch tells what it is
+            except Exception:  # the error is logged when the next batch fails
                 log.debug("SSD %s: could not look at the disk", self._opened.directory.root, exc_info=True)
             self._queue.nudge()
         return self._queue.take()
@@ -228,7 +228,7 @@ class Writer:
         directory, ledger, index = self._opened.directory, self._opened.ledger, self._opened.index
         failed: Exception | None = None
         for part in batched(list(removals), ledger.rows):
-            # A file that turned up where one had left before its row is newer, and so is its row.
+            # If the old file was already deleted and a file is there now, it is a newer one: keep it and its row.
             doomed = [a for a in part if not (removals[a].gone and os.path.lexists(directory.file(a)))]
             rows = index.find(doomed)
             try:
@@ -312,24 +312,24 @@ class Writer:
             except RuntimeError:
                 once(number)
         for number in range(len(items)):
-            once(number)  # what no thread has taken yet; the first wait costs no more than a helper's
+            once(number)  # this thread works too, in place of waiting
         for future in futures:
             future.result()
 
     def _skip_durable(self, batch: QueuedBatch) -> set[Address]:
-        """Return those that are on the disk already, byte for byte. Other content under the same name is deleted first, and
-        what came in under a false statement of a root key: the cache has just computed that, with its salt.
+        """Return the addresses of writes that are on the disk already, byte for byte. Deleted first: other content under the
+        same name, and images under a root key whose stored model, codec or layout differ from what the cache computes.
         """
         touches = batch.touches
         same: set[Address] = set()
         other: dict[Address, Removal] = {}
         spaces = {write.namespace.root: write.namespace for write in batch.writes}
-        false = [address for space in spaces.values() for address in self._opened.index.stated_otherwise(space)]
-        if false:
+        forged = [address for space in spaces.values() for address in self._opened.index.stated_otherwise(space)]
+        if forged:
             log.warning(
-                "SSD %s: %d images of a namespace that was forged: deleted", self._opened.directory.root, len(false)
+                "SSD %s: %d images of a namespace that was forged: deleted", self._opened.directory.root, len(forged)
             )
-            self._delete({address: Removal(0, gone=False) for address in false})
+            self._delete({address: Removal(0, gone=False) for address in forged})
         rows = self._opened.index.find(write.entry.address for write in batch.writes)
         for write in batch.writes:
             row = rows.get(write.entry.address)

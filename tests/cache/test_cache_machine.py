@@ -451,7 +451,7 @@ class SharedDiskMachine(CacheMachine):
     def open(self, ram, spill, close):
         self.size = 30_000_000  # of the disk that others leave
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(writer, "PERIOD", 0.01)
+        self.patch.setattr(writer, "DISK_POLL_SECONDS", 0.01)
         self.patch.setattr(open_directory, "free_space", lambda path: max(0, self.size - du(self.dir)))
         original = writer.write_file
 

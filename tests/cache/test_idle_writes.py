@@ -181,7 +181,7 @@ def test_nothing_is_written_where_it_is_not_wanted(opened, values):
 
 
 def test_a_disk_that_was_full_gets_it_when_there_is_room(opened, monkeypatch):
-    monkeypatch.setattr(ledger, "AGAIN", 2.0)  # seconds that the disk is taken for full
+    monkeypatch.setattr(ledger, "FULL_HOLD_SECONDS", 2.0)
     cache = opened()
     idle = quiet(cache)
     put(cache, prompt(1, 512))

@@ -35,7 +35,7 @@ def test_a_log_that_can_t_be_cut_grows_within_its_allowance_and_is_cut_afterward
         assert time.monotonic() - before < 1  # no write waits for the reader
     until(lambda: ssd.flush(5))
     ssd.put(make(999))
-    assert (root / "index.db-wal").stat().st_size <= ssd._opened.ledger.log_at_rest
+    assert (root / "index.db-wal").stat().st_size <= ssd._opened.ledger.checkpoint_above
     ssd.check_integrity()
 
 

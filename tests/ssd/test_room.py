@@ -8,7 +8,7 @@ import sqlite3
 import pytest
 
 from prefixcache.byte_sizes import as_setting
-from prefixcache.ssd.ledger import AGAIN, SURE, DiskRoom, is_full
+from prefixcache.ssd.ledger import FREEING_SECONDS, FULL_HOLD_SECONDS, NOISE_BYTES, DiskRoom, is_full
 
 MB = 10**6
 
@@ -42,15 +42,15 @@ def test_where_deletions_are_free_space_later_they_are_waited_for():
     room.note_deletion(4 * MB, freed=0)
     assert room.ceiling_now(20 * MB, 20 * MB, free=4 * MB) == 19 * MB
     assert room.ceiling_now(19 * MB, 19 * MB, free=4 * MB) == 19 * MB
-    clock.now += AGAIN / 2
+    clock.now += FREEING_SECONDS / 2
     assert room.ceiling_now(19 * MB, 19 * MB, free=6 * MB) == 20 * MB
-    clock.now += AGAIN
+    clock.now += FREEING_SECONDS
     assert room.ceiling_now(19 * MB, 19 * MB, free=4 * MB) == 18 * MB
 
 
 def test_a_small_deletion_proves_nothing():
     room = DiskRoom(0)
-    room.note_deletion(SURE - 1, freed=0)
+    room.note_deletion(NOISE_BYTES - 1, freed=0)
     assert room.ceiling_now(20 * MB, 21 * MB, free=0) == 20 * MB
     assert room.ceiling_now(19 * MB, 21 * MB, free=0) == 19 * MB
 
@@ -63,7 +63,7 @@ def test_a_quota_holds_for_a_while_or_until_others_make_room():
     assert room.ceiling_now(18 * MB, 18 * MB, free=502 * MB) == 20 * MB  # what it has deleted itself
     assert room.ceiling_now(18 * MB, 18 * MB, free=510 * MB) == 528 * MB
     room.note_full(held=20 * MB, free=500 * MB)
-    clock.now += AGAIN
+    clock.now += FULL_HOLD_SECONDS
     assert room.ceiling_now(20 * MB, 20 * MB, free=500 * MB) == 520 * MB
 
 
