@@ -101,10 +101,11 @@ def test_requests_that_are_given_up_cost_no_error_and_no_budget():
     assert growth.raw["rss"]
 
 
-def test_a_chat_beside_stock_is_hit_at_its_second_turn_and_after_a_restart(tmp_path):
-    cold, second, restarted = figures("server-beside-stock")
+@pytest.mark.parametrize("bench", ["server-beside-stock", "server-at-once"])
+def test_a_chat_beside_stock_is_hit_at_its_second_turn_and_after_a_restart(tmp_path, bench):
+    cold, second, restarted = figures(bench)
     for name in ("mlx_lm.server", "--codec raw", "default"):
-        assert cold.raw[name][0]["computed"] >= cold.raw[name][0]["prompt"] - 1
+        assert cold.raw[name][0]["computed"] > 0.9 * cold.raw[name][0]["prompt"]  # others may share how it begins
         assert second.raw[name][0]["computed"] < second.raw[name][0]["prompt"] // 2
     assert restarted.raw["mlx_lm.server"][0]["computed"] >= restarted.raw["mlx_lm.server"][0]["prompt"] - 1
     assert restarted.raw["--codec raw"][0]["computed"] == restarted.raw["default"][0]["computed"] < 256

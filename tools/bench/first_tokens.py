@@ -1,7 +1,8 @@
 """How long a chat's user waits for the first token: cold, at the second turn, and after the server was started again.
-mlx_lm.server, `prefixcache serve --codec raw` and `prefixcache serve`, by turns in one run, on a pretrained model.
+mlx_lm.server, `prefixcache serve --codec raw` and `prefixcache serve`, by turns in one run, on a pretrained model; one chat
+alone, or eight at once.
 
-    python -m tools.real_model && python -m tools.bench --only server-beside-stock
+    python -m tools.real_model && python -m tools.bench --only server-beside-stock,server-at-once
 
 On Linux without a GPU preload OpenBLAS for it (docs/servers.md): all three are then many times faster.
 """
@@ -12,6 +13,8 @@ import json
 import shutil
 import statistics
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,36 +31,40 @@ PHASES = ("cold", "turn 2", "turn 3, after a restart")
 
 
 class Chats(NamedTuple):
-    """`rounds` chats with each server; tokens of the system prompt, of a question and of an answer."""
+    """`rounds` times `at_once` chats with each server; tokens of the system prompt, of a question and of an answer."""
 
     rounds: int
     system: int
+    at_once: int = 1
     question: int = 40
     answer: int = 24
 
 
-SCALES = {"full": Chats(5, 1500), "quick": Chats(3, 600), "tiny": Chats(1, 200)}
+ALONE = {"full": Chats(5, 1500), "quick": Chats(3, 600), "tiny": Chats(1, 200)}
+AT_ONCE = {"full": Chats(2, 750, 8), "quick": Chats(1, 400, 8), "tiny": Chats(1, 200, 2)}
 
 
-def beside_stock(scale: str) -> Iterator[Figure]:
+def beside_stock(plan: Chats, scale: str) -> Iterator[Figure]:
     """Median times to the first token in each phase; every chat has a text of its own, and every server starts empty."""
-    plan, texts = SCALES[scale], Texts()
+    texts = Texts()
     with report.scratch() as folder:
         model = serving.trained_model(folder) if scale == "tiny" else _pretrained(folder)
         found: dict[str, list[list[Reply]]] = {name: [] for name in COMMANDS}
         for number in range(plan.rounds):
-            system, questions = texts.piece(plan.system), [texts.piece(plan.question) for _ in PHASES]
+            systems = [texts.piece(plan.system) for _ in range(plan.at_once)]
+            questions = [texts.piece(plan.question) for _ in PHASES]
             for name in list(COMMANDS) if number % 2 == 0 else reversed(COMMANDS):
                 place = folder / f"{number}-{len(found[name])}-{name.strip('-').replace(' ', '-')}"
                 place.mkdir()
-                found[name].append(_chat(name, model, place, system, questions, plan.answer))
+                found[name] += _chats(name, model, place, systems, questions, plan.answer)
                 shutil.rmtree(place)
     for at, phase in enumerate(PHASES):
         replies = {name: [chat[at] for chat in chats] for name, chats in found.items()}
         stock = _median(replies[STOCK])
         prompt = round(statistics.median(reply.prompt_tokens for reply in replies[STOCK]))
+        each = f"{plan.rounds} chats" if plan.at_once == 1 else f"{plan.rounds} times {plan.at_once} chats at once"
         yield Figure(
-            f"server: {model.name}, float32, {plan.rounds} chats: time to the first token, {phase}, {prompt:,} tokens",
+            f"server: {model.name}, float32, {each}: time to the first token, {phase}, {prompt:,} tokens",
             f"raw {_said(replies[RAW])}; default {_said(replies[DEFAULT])}",
             "",
             "",
@@ -76,19 +83,24 @@ def beside_stock(scale: str) -> Iterator[Figure]:
         )
 
 
-def _chat(name: str, model: Path, place: Path, system: str, questions: Sequence[str], max_tokens: int) -> list[Reply]:
-    """Two turns, a restart, and the third turn."""
+def _chats(
+    name: str, model: Path, place: Path, systems: Sequence[str], questions: Sequence[str], max_tokens: int
+) -> list[list[Reply]]:
+    """The replies of each chat: all take two turns at once, then comes a restart, and the third turn."""
     command, flags = COMMANDS[name]
     if command is serving.OURS:
         flags = (*flags, "--ram", "1GB", "--ssd-dir", str(place / "cache"), "--ssd", "4GB")
-    messages: serving.Messages = [{"role": "system", "content": system}]
-    replies: list[Reply] = []
+    chats: list[serving.Messages] = [[{"role": "system", "content": system}] for system in systems]
+    replies: list[list[Reply]] = [[] for _ in systems]
     for turns in (questions[:2], questions[2:]):
-        with serving.serving(command, model, place, *flags) as server:
+        with serving.serving(command, model, place, *flags) as server, ThreadPoolExecutor(len(systems)) as pool:
+            ask = partial(serving.ask, serving.client_of(server), max_tokens=max_tokens)
             for question in turns:
-                messages.append({"role": "user", "content": question})
-                replies.append(serving.ask(serving.client_of(server), messages, max_tokens))
-                messages.append({"role": "assistant", "content": replies[-1].text})
+                for messages in chats:
+                    messages.append({"role": "user", "content": question})
+                for number, reply in enumerate(pool.map(ask, chats)):
+                    replies[number].append(reply)
+                    chats[number].append({"role": "assistant", "content": reply.text})
             server.stop()
     return replies
 
@@ -115,4 +127,7 @@ def _said(replies: list[Reply]) -> str:
     return f"{_median(replies):.2f} s ({computed:,} computed)"
 
 
-FIGURES = {"server-beside-stock": beside_stock}
+FIGURES = {
+    "server-beside-stock": lambda scale: beside_stock(ALONE[scale], scale),
+    "server-at-once": lambda scale: beside_stock(AT_ONCE[scale], scale),
+}
