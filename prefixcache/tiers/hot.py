@@ -2,6 +2,7 @@
 
 It is a copy of what images hold, so its loss costs time only, and it is evicted before any image. What such a state is
 (`layers.hot_state`) is not known here; nothing here runs MLX. Which of them a prompt hits is `store_fetch_remove.hot`'s.
+Decision 0040 says why.
 """
 
 from __future__ import annotations
