@@ -8,7 +8,7 @@ import numpy as np
 
 from prefixcache.blocks.lookup import hit_depth
 from prefixcache.blocks.node import RAM
-from prefixcache.keys import BLOCK, common_prefix
+from prefixcache.keys import BLOCK, TOKEN_BYTES, common_prefix
 from prefixcache.layers.adapters import CacheError
 from prefixcache.layers.hot_state import HotState, nbytes_of
 from prefixcache.layers.image_layout import read
@@ -39,7 +39,7 @@ def keep_hot(storage: Storage, namespaces: Namespaces, prompt: Prompt, prompt_ca
     if not stored or not (is_sliceable or (reading.agreed and stored == end)):
         return 0
     try:
-        nbytes = nbytes_of(prompt_cache, stored)
+        nbytes = nbytes_of(prompt_cache, stored) + stored * TOKEN_BYTES
     except CacheError:
         return 0
     with storage.lock:
@@ -48,7 +48,7 @@ def keep_hot(storage: Storage, namespaces: Namespaces, prompt: Prompt, prompt_ca
         return 0
     with reservation:
         state = HotState.of(prompt_cache, stored)
-        ids = np.frombuffer(prompt.token_bytes, "<i8")[:stored]
+        ids = np.frombuffer(prompt.token_bytes[: stored * TOKEN_BYTES], "<i8")
         with storage.lock:
             storage.hot.add(HotPrompt(namespace.row.root, ids, state), reservation)
     return nbytes

@@ -30,6 +30,10 @@ class HotPrompt(NamedTuple):
     ids: np.ndarray
     state: DecodedState
 
+    @property
+    def nbytes(self) -> int:
+        return self.state.nbytes + self.ids.nbytes
+
 
 class HotPrompts:
     """The hot prompts, the least recently used first. Called under the storage's lock.
@@ -61,8 +65,8 @@ class HotPrompts:
         for other in list(self.of(hot.root)):
             if len(other.ids) <= len(hot.ids) and np.array_equal(other.ids, hot.ids[: len(other.ids)]):
                 self.drop(other)
-        reservation.spend(hot=hot.state.nbytes)
-        self.nbytes += hot.state.nbytes
+        reservation.spend(hot=hot.nbytes)
+        self.nbytes += hot.nbytes
         self._prompts[id(hot.state)] = hot
 
     def touch(self, hot: HotPrompt) -> None:
@@ -71,8 +75,8 @@ class HotPrompts:
 
     def drop(self, hot: HotPrompt) -> None:
         del self._prompts[id(hot.state)]
-        self.nbytes -= hot.state.nbytes
-        self.budget.free_hot(hot.state.nbytes)
+        self.nbytes -= hot.nbytes
+        self.budget.free_hot(hot.nbytes)
 
     def evict(self) -> bool:
         """Let go of the least recently used. False where there is none."""
@@ -92,5 +96,5 @@ class HotPrompts:
             pass
 
     def check_integrity(self) -> None:
-        assert self.nbytes == sum(hot.state.nbytes for hot in self._prompts.values()) == self.budget.held().hot
+        assert self.nbytes == sum(hot.nbytes for hot in self._prompts.values()) == self.budget.held().hot
         assert self.nbytes <= self.limit

@@ -174,7 +174,7 @@ def test_they_take_their_share_the_oldest_leaving(tmp_path):
             cache.check_integrity()
         stats = cache.stats()
         assert 0 < stats.ram_hot <= 100_000
-        assert stats.hot_prompts == 100_000 // (600 * states.WIDTH * 4 * 4)
+        assert stats.hot_prompts == 100_000 // (600 * (states.WIDTH * 4 * 4 + 8))
         cache.trim_to(stats.ram_held - 1)
         assert cache.stats().hot_prompts < stats.hot_prompts
         cache.resize(ram="400kB", wait=30)
