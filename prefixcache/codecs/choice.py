@@ -57,7 +57,7 @@ def _transform(spec: Mapping[str, Any]) -> Codec:
     return Transform(spec["quality"], otherwise)
 
 
-def said_of_spec(spec: Mapping[str, Any]) -> str:
+def describe_spec(spec: Mapping[str, Any]) -> str:
     """Return what a person calls the codec of this spec, whose basis need not be here. ValueError as of `codec_from_spec`."""
     chosen = codec_from_spec(spec)
     return f"{chosen} basis {spec['basis'][:8]}" if "basis" in spec else str(chosen)
@@ -76,8 +76,8 @@ def as_codec(value: Any) -> Codec | None:
         name = value.get("name")
         if name == "transform":
             return codec_from_spec({**Transform().spec(), **value})
-        usual = _CODECS[name]().spec() if isinstance(name, str) and name in _CODECS else {}
-        return codec_from_spec({**usual, **value})
+        defaults = _CODECS[name]().spec() if isinstance(name, str) and name in _CODECS else {}
+        return codec_from_spec({**defaults, **value})
     if not isinstance(value, str):
         raise TypeError(f"codec of type {type(value).__name__}: pass a codec such as TurboQuant(), or its name")
     name, *rest = value.strip().lower().split(":")
@@ -95,7 +95,9 @@ def as_codec(value: Any) -> Codec | None:
     except ValueError:
         raise ValueError(f"codec={value!r}: not a codec; {_REMEDY}") from None
     if name == "turboquant" and len(numbers) <= 2 and all(map(_is_number, rest[: len(numbers)])):
-        key_bits, value_bits = (numbers * 2)[:2] or (4, 4)
+        if not numbers:
+            return TurboQuant(**chosen)
+        key_bits, value_bits = numbers if len(numbers) == 2 else numbers * 2
         return TurboQuant(key_bits, value_bits, **chosen)
     if chosen:
         raise ValueError(f"codec={value!r}: not a codec; {_REMEDY}")

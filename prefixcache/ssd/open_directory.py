@@ -188,7 +188,7 @@ class OpenDirectory:
                 root,
                 as_setting(asked),
                 as_setting(reserve),
-                as_setting(limit),
+                short,
                 less,
             )
         elif self._is_short and self.ledger.ceiling > asked + asked // 16:  # and not at every file of another program

@@ -12,12 +12,12 @@ _FEW = 20  # names in an error
 
 
 class NoSuchNamespace(SsdError):
-    """Nothing in the index is of the model or namespace that was named, or more than one namespace is."""
+    """Nothing in the index is of the model or namespace that was named, or the prefix fits several namespaces."""
 
 
 class Selection(NamedTuple):
     """Which images: of a model, of a namespace (the beginning of its root key, in hex), last used before a Unix time, the
-    least recently used until the directory takes `to_size` real bytes; what is None is not asked. `quarantine`: what was
+    least recently used until the directory takes `to_size` real bytes; None: not filtered by. `quarantine`: what was
     quarantined, too.
     """
 
@@ -43,7 +43,7 @@ def selected_namespaces(namespaces: list[NamespaceRow], selection: Selection) ->
         if len(namespaces) != 1:
             which = "no namespace" if not namespaces else f"{len(namespaces)} namespaces"
             raise NoSuchNamespace(
-                f"--namespace {root!r}: {which} of that beginning; prefixcache inspect --json lists their root keys"
+                f"--namespace {root!r}: {which} whose root key begins so; prefixcache inspect --json lists their root keys"
             )
     return {namespace.root: namespace for namespace in namespaces}
 
@@ -60,7 +60,7 @@ def model_meant(name: str, models: Iterable[str]) -> str:
         return found[0]
     if found:
         raise NoSuchNamespace(f"--model {name!r}: {len(found)} models have that name; give one whole: {_listed(found)}")
-    there = f"there are {_listed(known)}" if known else "there is none of any"
+    there = f"there are {_listed(known)}" if known else "the index is empty"
     raise NoSuchNamespace(f"--model {name!r}: nothing is of that model; {there}")
 
 

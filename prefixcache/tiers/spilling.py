@@ -14,11 +14,9 @@ from prefixcache.tiers.ram import Ram
 from prefixcache.tiers.state import StorageState
 from prefixcache.tiers.tier_in_graph import LowerTiers, TierInGraph
 
-AHEAD_SHARE = 4  # a quarter of a full RAM is written before it must be evicted
-AHEAD_STEP = 32  # and is looked at again when so much of the budget is new
-IDLE_QUEUE_SHARE = (
-    8  # of the budget that waits for a write because nobody asks: what comes next finds the queue half empty
-)
+AHEAD_SHARE = 4  # the next 1/4 of the budget to be evicted is written ahead
+AHEAD_STEP = 32  # after 1/32 of the budget has been newly filled, check again
+IDLE_QUEUE_SHARE = 8  # at most 1/8 of the budget waits for idle writes: the next store finds the queue half empty
 
 
 class Spilling:

@@ -58,4 +58,4 @@ def test_in_an_empty_directory_there_is_none(call, tmp_path):
     PrefixCache(ram="2MB", ssd_dir=tmp_path / "cache", ssd="5MB").close()
     done = call("inspect", tmp_path / "cache", "--model", "qwen")
     assert done.exit_code == 2
-    assert "nothing is of that model; there is none of any" in done.stderr
+    assert "nothing is of that model; the index is empty" in done.stderr

@@ -134,9 +134,9 @@ def _ratio(raw_nbytes: int | None, nbytes: int) -> float | None:
 
 def _codec_name(text: str) -> str:
     try:
-        from prefixcache.codecs.choice import said_of_spec
+        from prefixcache.codecs.choice import describe_spec
 
-        return said_of_spec(json.loads(text))
+        return describe_spec(json.loads(text))
     except Exception:
         spec = _parsed(text)
         return str(spec.get("name", "unknown")) if isinstance(spec, dict) else "unknown"

@@ -137,8 +137,8 @@ def _plan(name: str, options: ModelOptions, simulation: TracePlan | None, assume
 
 
 def _simulate(sizes: StateSizes, simulation: TracePlan, assumed: Assumed) -> Facts:
-    """Return facts of the "trace", of the "sizes", and of the "fleet", None without one. An endless cache is simulated
-    first: its bytes are the largest size that is worth a try, and its hits are what is possible.
+    """Return {"trace", "sizes", "fleet"}; "fleet" is None if none was asked for. An endless cache is simulated first: its
+    bytes are the largest size that is worth a try, and its hits are what is possible.
     """
     from prefixcache.cli.plan.facts import capacities, grid, outcome_facts, ram_ladder, ssd_ladder, trace_facts
     from prefixcache.planning.bound import best_at
@@ -162,19 +162,19 @@ def _simulate(sizes: StateSizes, simulation: TracePlan, assumed: Assumed) -> Fac
     processes = 1 if totals.ids * len(cells) < PARALLEL_IDS else None
     with bar("sizes") as show:
         outcomes = sweep(workload, cells, known=known, processes=processes, progress=show)
-    fleets = None
+    fleet = None
     if simulation.fleet is not None:
         known = Known(dict(zip(cells, outcomes, strict=True)), most)
-        fleets = _fleets(workload, cells, known, sizes, simulation.fleet, assumed)
+        fleet = _simulate_fleets(workload, cells, known, sizes, simulation.fleet, assumed)
     bounds = best_at(trace, capacities(cells, sizes.bytes_per_token, trace.block))
     return {
         "trace": trace_facts(trace, totals, endless.asked, sizes.state.context),
         "sizes": outcome_facts(outcomes, bounds, endless, sizes, totals.longest, assumed),
-        "fleet": fleets,
+        "fleet": fleet,
     }
 
 
-def _fleets(
+def _simulate_fleets(
     workload: Workload,
     cells: list[Cell],
     known: Known,
@@ -193,7 +193,7 @@ def _fleets(
     from prefixcache.trace.reading import Trace
 
     link = Link(options.rtt, options.rate)
-    with_all = [cell._replace(ram=cell.ram * options.machines, ssd=cell.ssd * options.machines) for cell in cells]
+    combined_cells = [cell._replace(ram=cell.ram * options.machines, ssd=cell.ssd * options.machines) for cell in cells]
     fleets = [
         Fleet(cell, options.machines, routing, admission, options.limit, link, assumed.prefill_rate)
         for cell in cells
@@ -202,13 +202,12 @@ def _fleets(
     ]
     processes = 1 if (workload.ids or 0) * len(fleets) < PARALLEL_IDS else None
     with bar("one machine with all of it") as show:
-        alone = sweep(workload, with_all, known=known, processes=processes, progress=show)
+        alone = sweep(workload, combined_cells, known=known, processes=processes, progress=show)
     with bar("fleets") as show:
         outcomes = sweep_fleets(workload, fleets, processes=processes, progress=show)
-    told = sessions(Trace(workload.trace, workload.block, limit=workload.limit))
-    return fleet_facts(
-        outcomes, [*zip([known.outcomes[cell] for cell in cells], alone, strict=True)], told, sizes, options, assumed
-    )
+    session_ids = sessions(Trace(workload.trace, workload.block, limit=workload.limit))
+    pairs = [*zip([known.outcomes[cell] for cell in cells], alone, strict=True)]
+    return fleet_facts(outcomes, pairs, session_ids, sizes, options, assumed)
 
 
 @contextmanager

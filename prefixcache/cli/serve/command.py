@@ -109,13 +109,15 @@ def _salt_key(settings: Settings) -> bytes:
 
 
 def _warm(prompts: list[WarmPrompt], salts: Salts, generator: Generator) -> None:
-    """Store the prompts, on the thread that generates, with a bar on a terminal; but those that no request could hit."""
+    """Store the prompts, except those that no request could hit (--require-salt); on a terminal show a progress bar. Runs on
+    the thread that generates.
+    """
     from prefixcache.servers.mlx_lm.errors import ServeError
     from prefixcache.servers.warm_prompts import BadPrompt, sequences_of
     from prefixcache.servers.warming import warm_sequences
 
     provider, prompt_cache = generator.model_provider, generator.prompts
-    prompts = _of_use(prompts, salts)
+    prompts = _hittable(prompts, salts)
     if prompt_cache.cache.ranks is not None:
         prompts = prompt_cache.cache.ranks.from_first(prompts)
     if not prompts:
@@ -142,7 +144,7 @@ def _warm(prompts: list[WarmPrompt], salts: Salts, generator: Generator) -> None
         )
 
 
-def _of_use(prompts: list[WarmPrompt], salts: Salts) -> list[WarmPrompt]:
+def _hittable(prompts: list[WarmPrompt], salts: Salts) -> list[WarmPrompt]:
     """Return those of the prompts that a request may hit."""
     hit = [prompt for prompt in prompts if prompt.salt or not salts.required]
     if len(hit) < len(prompts):
@@ -168,8 +170,8 @@ def _check(flags: list[str], ours: list[str], warm: list[Path]) -> None:
 
 
 def _leave(code: int) -> None:
-    """End the process at once: all is written. MLX aborts many a Python that shuts down after a thread of its has used
-    mx.compile (ml-explore/mlx#4110).
+    """End the process at once: all is written. Python may abort at shutdown if a thread used mx.compile
+    (ml-explore/mlx#4110).
     """
     logging.shutdown()
     sys.stdout.flush()
