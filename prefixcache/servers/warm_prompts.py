@@ -78,11 +78,11 @@ def _read(where: str, line: bytes) -> WarmPrompt:
         raise BadPrompt(f"{where}: not JSON ({reason}); write one object on each line") from None
     if not isinstance(given, dict):
         raise BadPrompt(f'{where}: no JSON object; write {{"messages": [...]}} or {{"prompt": "..."}}')
-    return prompt_of(where, given)
+    return parse_prompt(where, given)
 
 
-def prompt_of(where: str, given: dict[str, Any]) -> WarmPrompt:
-    """Return the prompt of one object of such a file, which errors call `where`. BadPrompt where it is none."""
+def parse_prompt(where: str, given: dict[str, Any]) -> WarmPrompt:
+    """Return the prompt that one object of such a file means. Errors call it `where`. BadPrompt if it means none."""
     given = {key: value for key, value in given.items() if value is not None}
     for key in given:
         if key not in KEYS:

@@ -43,7 +43,7 @@ def selected_namespaces(namespaces: list[NamespaceRow], selection: Selection) ->
         if len(namespaces) != 1:
             which = "no namespace" if not namespaces else f"{len(namespaces)} namespaces"
             raise NoSuchNamespace(
-                f"--namespace {root!r}: {which} whose root key begins so; prefixcache inspect --json lists their root keys"
+                f"namespace {root!r}: {which} whose root key begins so; prefixcache inspect --json lists their root keys"
             )
     return {namespace.root: namespace for namespace in namespaces}
 
@@ -59,9 +59,9 @@ def model_meant(name: str, models: Iterable[str]) -> str:
     if len(found) == 1:
         return found[0]
     if found:
-        raise NoSuchNamespace(f"--model {name!r}: {len(found)} models have that name; give one whole: {_listed(found)}")
+        raise NoSuchNamespace(f"model {name!r}: {len(found)} models have that name; give one whole: {_listed(found)}")
     there = f"there are {_listed(known)}" if known else "the index is empty"
-    raise NoSuchNamespace(f"--model {name!r}: nothing is of that model; {there}")
+    raise NoSuchNamespace(f"model {name!r}: nothing is of that model; {there}")
 
 
 def _listed(names: list[str]) -> str:

@@ -95,7 +95,7 @@ def test_a_hit_that_is_deleted_stays_away_after_a_restart(model, opened, plain, 
     with PrefixCache(ssd_dir=tmp_path / "ssd", codec="raw", **CACHE) as cache:
         with generating(cache, "--model", model) as generator:
             generator.model_provider.form = None
-            generator.prompts.reading.rates.computed(100, 1000.0)
+            generator.prompts.promotions.rates.computed(100, 1000.0)
             again = Asked(generator, user(of))
             assert (again.computed, again.tokens) == (1, plain(of))
         assert cache.stats().counters.failed_hits == 0

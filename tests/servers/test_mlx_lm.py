@@ -112,7 +112,7 @@ def test_what_the_ssd_brought_is_of_type_restored(prompts_opened):
     prompts = prompts_opened(disk=True)
     assert prompts.stats_by_type()["restored"]["n_sequences"] == len(prompts) == 1
     assert fetched(prompts, LONG) == 999  # read, within the wait
-    assert prompts.reading.waited == 1
+    assert prompts.promotions.waited == 1
 
 
 def test_trim_to_bytes_empties_ram_and_to_sequences_every_tier(prompts_opened):
@@ -328,7 +328,7 @@ def test_a_lookup_waits_for_the_ssd_no_longer_than_computing_would_take(prompts_
     prompts = prompts_opened(disk=True)
     with slow_disk(prompts.cache) as go:
         assert fetched(prompts, LONG) == 0
-        assert prompts.reading.late == 1
+        assert prompts.promotions.late == 1
         go.set()
         prompts.cache.promote(LONG, model=str(KEY)).result(10)
     assert fetched(prompts, LONG) == 999

@@ -25,7 +25,7 @@ from prefixcache.servers.mlx_lm.answers import Answers, Ended
 from prefixcache.servers.mlx_lm.arguments import read_flags
 from prefixcache.servers.mlx_lm.generator import Generator
 from prefixcache.servers.mlx_lm.provider import Provider
-from prefixcache.servers.mlx_lm.turns import IDLE_LOOKS, IdlePool, TimeBudget
+from prefixcache.servers.mlx_lm.turns import IDLE_POLLS, IdlePool, TimeBudget
 from tests.models.families import MLX_LM_0_31
 from tests.servers.serving import SECONDS, Message, save_model, text, user, wait_for
 from tests.servers.slow_disk import slow_disk
@@ -185,7 +185,7 @@ def stored(original: tuple[Path, list[int]], tmp_path: Path) -> list[int]:
 def test_a_request_that_waits_for_the_disk_stops_no_other(models, opened, stored):
     cache = opened()
     with generating(cache, "--model", models / "llama") as generator, slow_disk(cache) as go:
-        generator.prompts.reading.rates.computed(100, FOREVER)
+        generator.prompts.promotions.rates.computed(100, FOREVER)
         waiting = Asked(generator, user(text(300, "stored")))
         wait_for(lambda: generator._deferred, "deferred request")
         # Another tenant's: the first tokens of all prompts are the same, and the disk has them.
@@ -208,7 +208,7 @@ def test_a_request_waits_for_the_disk_no_longer_than_computing_takes(models, ope
 def test_a_request_that_has_its_model_loaded_waits_for_the_disk_too(models, opened, stored, seed):
     cache = opened()
     with generating(cache) as generator:
-        generator.prompts.reading.rates.computed(100, FOREVER)
+        generator.prompts.promotions.rates.computed(100, FOREVER)
         waiting = Asked(generator, user(text(300, "stored")), model=str(models / "llama"), seed=seed)
         assert (waiting.computed, waiting.tokens) == (1, stored)
 
@@ -217,7 +217,7 @@ def test_requests_that_waited_for_the_disk_together_compute_the_rest_once(models
     """They are woken together. Some tens of tokens are in RAM, then, and some hundred are new."""
     cache = opened()
     with generating(cache, "--model", models / "llama") as generator, slow_disk(cache) as go:
-        generator.prompts.reading.rates.computed(100, FOREVER)
+        generator.prompts.promotions.rates.computed(100, FOREVER)
         prompt = user(f"{text(300, 'stored')} {text(400, 'more')}")
         together = [Asked(generator, prompt) for _ in range(4)]
         wait_for(lambda: len(generator._deferred) == 4, "deferred requests")
@@ -232,7 +232,7 @@ def test_a_promotion_that_fails_is_a_miss(models, opened, stored, tmp_path):
     for image in (tmp_path / "ssd").rglob("*.safetensors"):
         image.write_bytes(b"damaged")
     with generating(opened(), "--model", models / "llama") as generator:
-        generator.prompts.reading.rates.computed(100, FOREVER)
+        generator.prompts.promotions.rates.computed(100, FOREVER)
         asked = Asked(generator, user(text(300, "stored")))
         assert (asked.cached, asked.tokens) == (0, stored)
 
@@ -262,7 +262,7 @@ def test_a_request_that_comes_from_the_ssd_walks_the_graph_from_the_root_four_ti
     cache = opened()
     graph = cache._storage.graph
     with generating(cache, "--model", model) as generator:
-        generator.prompts.reading.rates.computed(100, FOREVER)
+        generator.prompts.promotions.rates.computed(100, FOREVER)
         before = graph.walks
         asked = Asked(generator, [SYSTEM, *user(question)], seed=seed).answered()
     assert asked.cached >= 256
@@ -534,13 +534,13 @@ def test_mlx_s_pool_of_buffers_is_emptied_once_when_nobody_has_asked_for_a_while
     emptied = []
     pool = IdlePool(lambda: emptied.append(1))
     for _ in range(3):
-        for _ in range(2 * IDLE_LOOKS):  # a request comes now and then, or a batch goes on
-            pool.look(busy=True)
-            for _ in range(IDLE_LOOKS - 1):
-                pool.look(busy=False)
+        for _ in range(2 * IDLE_POLLS):  # a request comes now and then, or a batch goes on
+            pool.count_poll(busy=True)
+            for _ in range(IDLE_POLLS - 1):
+                pool.count_poll(busy=False)
         assert not emptied
-    for _ in range(5 * IDLE_LOOKS):
-        pool.look(busy=False)
+    for _ in range(5 * IDLE_POLLS):
+        pool.count_poll(busy=False)
     assert len(emptied) == 1
 
 
@@ -551,6 +551,6 @@ def test_a_server_empties_it_after_its_requests_on_the_thread_that_generates(ope
         for number in (1, 2):
             Asked(generator, user("hello")).answered()
             wait_for(lambda n=number: len(emptied) == n, "the pool to be emptied")
-            seen = generator._idle_pool._looks
-            wait_for(lambda s=seen: generator._idle_pool._looks > s + 2, "the loop to go on")
+            seen = generator._idle_pool._polls
+            wait_for(lambda s=seen: generator._idle_pool._polls > s + 2, "the loop to go on")
             assert emptied == [generator.thread.name] * number

@@ -15,6 +15,7 @@ from prefixcache.cli.running.admin_client import KeyFile
 from prefixcache.cli.text import Refused, complain, print_json
 from prefixcache.ssd import IndexBroken, SsdError
 from prefixcache.ssd.directory import refusal
+from prefixcache.store_fetch_remove.selection import NoSuchNamespace
 
 # readable=False: the commands say themselves that it can't be read, in the words of every other refusal.
 Dir = Annotated[Path, typer.Argument(metavar="DIR", readable=False, help="The cache's directory (ssd_dir).")]
@@ -58,6 +59,8 @@ def errors_told(directory: Path, *, as_json: bool) -> Iterator[None]:
 
 
 def reason_of(directory: Path, error: Exception) -> str:
+    if isinstance(error, NoSuchNamespace):
+        return f"--{error}"  # it begins with the name of an option
     if isinstance(error, IndexBroken):
         return f"{str(directory)!r}: the index can't be read: {error}; run prefixcache reconcile on it"
     if isinstance(error, sqlite3.Error):

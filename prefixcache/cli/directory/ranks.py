@@ -1,4 +1,4 @@
-"""What `prefixcache inspect` shows of a directory in which the ranks of one model have theirs: one column for each."""
+"""What `prefixcache inspect` shows of a directory with one subdirectory for each rank of a model: a column for each rank."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def serve(
         prompts = [prompt for file in run.warm or [] for prompt in read_prompts(file)]
     except (ValueError, ImportError) as error:
         refuse_without(error)
-        _end(error)
+        _exit_with_error(error)
     try:
         options = ServeOptions(
             before=partial(_warm, prompts, salts),
@@ -93,10 +93,10 @@ def serve(
         serve_until_ended(settings, ctx.args, options)
     except ServeFailed as error:
         complain(" ".join(str(error).split()))
-        _leave(2)
+        _exit_process(2)
     except (ServeError, DirectoryError, ValueError) as error:
-        _end(error)
-    _leave(0)
+        _exit_with_error(error)
+    _exit_process(0)
 
 
 def _salt_key(settings: Settings) -> bytes:
@@ -169,7 +169,7 @@ def _check(flags: list[str], ours: list[str], warm: list[Path]) -> None:
         raise ValueError("--warm without --model: there is no model to compute the prompts with; add --model")
 
 
-def _leave(code: int) -> None:
+def _exit_process(code: int) -> None:
     """End the process at once: all is written. Python may abort at shutdown if a thread used mx.compile
     (ml-explore/mlx#4110).
     """
@@ -179,6 +179,6 @@ def _leave(code: int) -> None:
     os._exit(code)
 
 
-def _end(error: Exception) -> None:
+def _exit_with_error(error: Exception) -> None:
     complain(" ".join(str(error).split()))
     raise typer.Exit(2) from None

@@ -26,7 +26,7 @@ from prefixcache.servers.mlx_lm.generator import Generator
 from prefixcache.servers.mlx_lm.idle_warming import IdleWarming
 from prefixcache.servers.request_schema import GenerationRequest, RequestRefused
 from prefixcache.servers.salts import Salts
-from prefixcache.servers.warm_prompts import BadPrompt, WarmSequence, prompt_of, tokens_of
+from prefixcache.servers.warm_prompts import BadPrompt, WarmSequence, parse_prompt, tokens_of
 from prefixcache.store_fetch_remove.selection import NoSuchNamespace
 from prefixcache.tiers.prompt import Prompt
 
@@ -76,7 +76,7 @@ class Admin:
         except BadPrompt as error:
             raise RequestRefused(str(error)) from error
         except NoSuchNamespace as error:
-            raise RequestRefused(str(error).removeprefix("--"), 404) from error
+            raise RequestRefused(str(error), 404) from error
         if isinstance(result, dict):
             log.info("admin: %s %s in %.2f s", method, name, time.monotonic() - began)
         return result
@@ -203,7 +203,7 @@ class Admin:
             )
         beside = ("model", "authorization")
         given = {name: value for name, value in body.items() if name not in beside and name not in OF_ANSWERS}
-        prompt = prompt_of(where, given)
+        prompt = parse_prompt(where, given)
         salt = self._tenant(body) or b""
         if not salt and self._salts.required:
             raise RequestRefused(f"{where}: no request without a salt is served here: add cache_salt or authorization")

@@ -32,7 +32,7 @@ from prefixcache.servers.mlx_lm.context import room_for
 from prefixcache.servers.mlx_lm.errors import RankFailed, may_be_the_hits
 from prefixcache.servers.mlx_lm.prefill import RequestBatches
 from prefixcache.servers.mlx_lm.prefill import stream as blockwise_stream
-from prefixcache.servers.mlx_lm.prompt_reader import PromptReader
+from prefixcache.servers.mlx_lm.prompt_tokenizer import PromptTokenizer
 from prefixcache.servers.mlx_lm.provider import Provider
 from prefixcache.servers.mlx_lm.tenant_cache import TenantPromptCache, TokenizedRequest
 from prefixcache.servers.mlx_lm.turns import WAKE, DeferredRequest, IdlePool, TimeBudget, Turns, Wait
@@ -73,12 +73,12 @@ class Generator:
         self._taken = 0  # requests, since mlx-lm's loop was entered
         self._deferred: deque[DeferredRequest] = deque()
         self._idle_pool = IdlePool()
-        self._looks = 0  # how often the loop has looked for a request: what it answered before is stored then
+        self._polls = 0  # how often the loop has asked for a request: it has then stored what it answered before
         self.when_idle: Callable[[], None] = lambda: None  # called again and again while there is no request
         self.prompts = TenantPromptCache(cache, self._stored, _rows_suffix(provider.cli_args), exact_prefill)
         provider.on_load = self._loaded
         self.loop = Loop(provider.models, self.prompts, self, TimeBudget(self.request_waits, self.turns.seconds))
-        self.reader = PromptReader(provider, self.loop.read)
+        self.prompt_tokenizer = PromptTokenizer(provider, self.loop.tokenize)
         self.requests = self.loop.requests
         self.thread = self.loop.begin(self.run, self.turns.thread)
 
@@ -102,9 +102,9 @@ class Generator:
         """Wait until the loop has stored what it has answered so far: a client has its answer before that. False where it
         was busy with a step for so long.
         """
-        before, until = self._looks, time.monotonic() + seconds
+        before, until = self._polls, time.monotonic() + seconds
         self.requests.put((WAKE, None, None))
-        while self._looks == before and self.thread.is_alive():
+        while self._polls == before and self.thread.is_alive():
             if time.monotonic() > until:
                 return False
             time.sleep(0.005)
@@ -134,8 +134,8 @@ class Generator:
             self.turns.rest()
 
     def _serve_until_a_failure(self) -> None:
-        """mlx-lm's loop. An exception in it ends the requests under way with an error, and the loop can be entered again; but
-        where there was none since the last time, it is raised.
+        """Run mlx-lm's loop. An exception in it ends the requests under way with an error, and the loop can be entered again.
+        If no request was taken since the loop was last entered, or with several ranks, the exception is raised.
         """
         self._taken = 0
         try:
@@ -213,10 +213,10 @@ class Generator:
             log.info("%s", self.model)
 
     def generate(self, request: Any, args: Any, *others: Any, **options: Any) -> Any:
-        """Have a request answered, as mlx-lm does. Its prompt is read on its client's thread, while others are served."""
+        """Have a request answered, as mlx-lm does. Its client's thread tokenizes its prompt, while others are served."""
         if self.stopped:
             raise Ended
-        self.reader.read_early(request, args)
+        self.prompt_tokenizer.tokenize_early(request, args)
         return self.loop.generate(request, args, *others, **options)
 
     def stop_answering(self) -> None:
@@ -234,15 +234,18 @@ class Generator:
     # -- requests before their turn -----------------------------------------------------------------------------------
 
     def next_request(self, timeout: float | None = None) -> Any:
-        """Return the next request that can begin. None when there is none, also when one came that must wait."""
-        self._looks += 1
-        timeout = self.turns.begin_look(timeout, deferred=bool(self._deferred))
+        """Return the next request that can begin. None when there is none, also when one came that must wait.
+
+        `timeout`: seconds to wait for one; None: a batch goes on, and the loop does not wait.
+        """
+        self._polls += 1
+        timeout = self.turns.begin_poll(timeout, deferred=bool(self._deferred))
         item = self._resumed() or self.turns.take(self, timeout)
         if item is None or item[0] is WAKE:
             item = self._resumed()
-        self._idle_pool.look(busy=item is not None or timeout is None or bool(self._deferred))  # None: a batch goes on
+        self._idle_pool.count_poll(busy=item is not None or timeout is None or bool(self._deferred))
         if item is None:
-            if timeout is not None and not self._deferred:  # mlx-lm waits only where no batch is under way
+            if timeout is not None and not self._deferred:
                 self.when_idle()
             return None
         queue, request, args = item
@@ -254,7 +257,7 @@ class Generator:
         return self._admit((queue, request, args))
 
     def request_waits(self) -> bool:
-        """Return whether the loop should look at requests."""
+        """Return whether the loop should ask for a request."""
         return self.turns.any_waits(self, self._any_waits)
 
     def _any_waits(self) -> bool:
@@ -262,7 +265,7 @@ class Generator:
 
     def _resumed(self) -> Any:
         """Return a deferred request that waits no longer, or None."""
-        place = self.turns.over([deferred.wait for deferred in self._deferred]) if self._deferred else None
+        place = self.turns.first_over([deferred.wait for deferred in self._deferred]) if self._deferred else None
         if place is None:
             return None
         deferred = self._deferred[place]
@@ -273,7 +276,7 @@ class Generator:
         """Return the request, if it can begin; else defer it and return None."""
         answers, request, args = item
         try:
-            tokenized = self._tokenized(request, args)
+            tokenized = self._tokenize_early(request, args)
             with self.turns.must("a request can't be looked up"):
                 wait = self._waits_for(request, tokenized, answers) if tokenized is not None else None
         except Exception:  # the loop meets it again, and answers with it
@@ -286,13 +289,13 @@ class Generator:
     def _waits_for(self, request: Any, tokenized: TokenizedRequest, answers: Answers) -> Wait | Awaited | None:
         """Return what a request waits for. None: it waits for nothing, and is under way from here on."""
         prompt, request_log = tokenized.prompt, _log_of(request)
-        match = self.prompts.reading.match(prompt)
+        match = self.prompts.promotions.match(prompt)
         if request_log.depths is None:
             request_log.depths = HitDepths(*match)
-            reading = self.prompts.reading.begin(prompt, match)
-            if reading is not None:
-                request_log.wait_for_ssd(reading.asks_remote)
-                return self._read(reading)
+            promotions = self.prompts.promotions.begin(prompt, match)
+            if promotions is not None:
+                request_log.wait_for_ssd(promotions.asks_remote)
+                return self._wait_for_promotions(promotions)
         request_log.go_on(match.ram)
         ids, space = prompt.given, (prompt.model, prompt.salt)
         sliceable = self.model_provider.sliceable
@@ -301,35 +304,37 @@ class Generator:
             self.admission.enter(Computing(ids, space, tokenized.boundaries, answers.wanted, match.ram))
         return awaited
 
-    def _read(self, reading: AwaitedPromotions) -> Wait:
+    def _wait_for_promotions(self, promotions: AwaitedPromotions) -> Wait:
         if not self.turns.is_first:
-            return Wait(reading.done, float("inf"))  # nobody wakes the others but rank 0
-        reading.add_done_callback(lambda done: self.requests.put((WAKE, None, None)))
-        return Wait(reading.done, time.monotonic() + reading.worth)
+            return Wait(promotions.done, float("inf"))  # nobody wakes the others but rank 0
+        promotions.add_done_callback(lambda done: self.requests.put((WAKE, None, None)))
+        return Wait(promotions.done, time.monotonic() + promotions.worth)
 
     def _stored(self, stored: Prompt, kept: int, state: bool) -> None:
-        """Tell who waits that tokens were stored. Where state is needed, how many are kept says nothing without it."""
+        """Tell the requests that wait that tokens were stored. `kept`: how many of them are in the cache; of a model with
+        recurrent layers that counts only if their `state` was kept, too.
+        """
         space = stored.model, stored.salt
         self.admission.stored(stored.given, space, kept if state or self.model_provider.sliceable else None)
 
-    # -- their tokens -------------------------------------------------------------------------------------------------
+    # -- requests' tokens --------------------------------------------------------------------------------------------
 
-    def _tokenized(self, request: Any, args: Any) -> TokenizedRequest | None:
+    def _tokenize_early(self, request: Any, args: Any) -> TokenizedRequest | None:
         """Tokenize a request before its turn, if the model that it asks for is the one that is loaded."""
         if self.model_provider.loaded_as(args.model) is None:
             return None
         tokenizer = self.model_provider.tokenizer
         known: TokenizedRequest | None = getattr(request, "tokenized", None)
         if known is None or known.tokenizer is not tokenizer:
-            known = request.tokenized = self._read_tokens(tokenizer, request, args)
+            known = request.tokenized = self._tokenize(tokenizer, request, args)
         return known
 
-    def _read_tokens(self, tokenizer: Any, request: Any, args: Any) -> TokenizedRequest:
+    def _tokenize(self, tokenizer: Any, request: Any, args: Any) -> TokenizedRequest:
         with self.turns.must("a request can't be read", request):
             loaded = self.model_provider.loaded
             assert loaded is not None
             assert loaded.tokenizer is tokenizer
-            tokenized = self.turns.tokens(request, partial(self.reader.read, loaded, request, args))
+            tokenized = self.turns.tokens(request, partial(self.prompt_tokenizer.tokenize, loaded, request, args))
             args.max_tokens = min(args.max_tokens, room_for(len(tokenized[0]), loaded.context))
             ids = as_tokens(_cached_tokens(tokenized))
             name, salt = self.prompts.name_of(loaded.key), getattr(request, "salt", b"")
@@ -339,20 +344,20 @@ class Generator:
         return TokenizedRequest(tokenizer, tokenized, prompt, boundaries, getattr(request, "answers", None))
 
     def tokenize(self, tokenizer: Any, request: Any, args: Any) -> Any:
-        """Return what mlx-lm's `_tokenize` gives, read before the request's turn if it can be; the tokens say whose they are.
+        """Return what mlx-lm's `_tokenize` gives, from before the request's turn if possible; the tokens say whose they are.
 
         A request whose model was loaded for it waits for the SSD here: nobody else is served then.
         """
         known: TokenizedRequest | None = getattr(request, "tokenized", None)
         request.tokenized = None
         if known is None or known.tokenizer is not tokenizer:
-            known = self._read_tokens(tokenizer, request, args)
+            known = self._tokenize(tokenizer, request, args)
             request_log = _log_of(request)
             if request_log.depths is None:
-                request_log.depths = HitDepths(*self.prompts.reading.match(known.prompt))
+                request_log.depths = HitDepths(*self.prompts.promotions.match(known.prompt))
                 request_log.wait_for_ssd(self.prompts.cache.settings.remote is not None)
-                self.prompts.reading.wait(known.prompt)
-                request_log.go_on(self.prompts.reading.match(known.prompt).ram)
+                self.prompts.promotions.wait(known.prompt)
+                request_log.go_on(self.prompts.promotions.match(known.prompt).ram)
         return of_request(known.tokenized, known)
 
 

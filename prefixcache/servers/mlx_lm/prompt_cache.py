@@ -68,7 +68,7 @@ class TieredPromptCache:
         self.max_bytes = 1 << 62 if max_bytes is None else max_bytes
         self._live = LRUPromptCache(self.max_size, self.max_bytes)  # objects that are kept as they are
         self.cache = cache
-        self.reading = ReadOrCompute(cache, longest_wait)
+        self.promotions = ReadOrCompute(cache, longest_wait)
         self.failed = 0  # inserts that could not be kept
         self._identify = identify or identity_of
         self._like = like or (lambda model: None)
@@ -124,7 +124,7 @@ class TieredPromptCache:
                 try:
                     if not len(prompt):
                         raise CacheError("no tokens")
-                    self.reading.ended(prompt)
+                    self.promotions.ended(prompt)
                     labelled = prompt.labelled(cache_type)
                     kept = self.cache.store(labelled, prompt_cache, write_back_from=write_back_from).tokens
                     if cache_type == "assistant":  # the others go on
@@ -213,7 +213,7 @@ class TieredPromptCache:
         return self.cache.prompt(tokens, model=self.name_of(model), salt=salt, like=self._like(model))
 
     def _wait_for_ssd(self, prompt: Prompt) -> None:
-        self.reading.wait(prompt)
+        self.promotions.wait(prompt)
 
     def _fetch(self, prompt: Prompt) -> tuple[list[Any] | None, Sequence[int]]:
         # A batch copies what it is given, and room for a long rest after a short hit costs more than the hit.
@@ -224,7 +224,7 @@ class TieredPromptCache:
             if (whole := _outside_images(prompt.given, depth)) == depth:
                 break
             leave = len(prompt) - whole
-        self.reading.began(prompt, len(rest))
+        self.promotions.began(prompt, len(rest))
         return prompt_cache, rest
 
     def _keep_limits(self) -> None:

@@ -125,7 +125,7 @@ class RankTurns(Turns):
 
     # -- which request is next ----------------------------------------------------------------------------------------
 
-    def begin_look(self, timeout: float | None, *, deferred: bool) -> float | None:
+    def begin_poll(self, timeout: float | None, *, deferred: bool) -> float | None:
         self._watch.step()
         return min(timeout, POLL) if deferred and timeout is not None else timeout
 
@@ -161,8 +161,8 @@ class RankTurns(Turns):
         request.rank_tokens = tokens
         return queue, request, args
 
-    def over(self, waits: list[Any]) -> int | None:
-        """Return the place of a wait that is over on every rank, or that is too long for rank 0."""
+    def first_over(self, waits: list[Any]) -> int | None:
+        """Return the place of the first wait that is over on every rank, or that is too long for rank 0."""
         late = [self.is_first and time.monotonic() >= wait.until for wait in waits]
         told = self._ranks.most(*(int(not wait.done()) for wait in waits), *map(int, late))
         ends = zip(told, told[len(waits) :], strict=False)
@@ -175,15 +175,15 @@ class RankTurns(Turns):
 
     # -- a request ----------------------------------------------------------------------------------------------------
 
-    def tokens(self, request: Any, read: Callable[[], Any]) -> Any:
-        """Return a request's tokens as rank 0 has read them, or reads them now; its error on all ranks."""
+    def tokens(self, request: Any, tokenize: Callable[[], Any]) -> Any:
+        """Return a request's tokens as rank 0 has made them, or makes them now; its error on all ranks."""
         tokens, request.rank_tokens = getattr(request, "rank_tokens", None), None
         try:
             if isinstance(tokens, Exception):
                 request.rank_tokens = tokens  # the loop asks once more, to answer with it
                 raise tokens
             if tokens is None:
-                tokens = read() if has_images(request) else self._ranks.done_by_first(read)
+                tokens = tokenize() if has_images(request) else self._ranks.done_by_first(tokenize)
         except Exception as error:
             error.of_all_ranks = True  # type: ignore[attr-defined]
             raise
@@ -238,7 +238,7 @@ def _tokens_of(of: Requests, request: Any, args: Any) -> Any:
     if loaded is None or has_images(request):
         return None
     try:
-        return of.reader.read(loaded, request, args)
+        return of.prompt_tokenizer.tokenize(loaded, request, args)
     except RequestRefused as error:
         return error
     except Exception as error:

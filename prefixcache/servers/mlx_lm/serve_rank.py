@@ -94,7 +94,7 @@ def serve_rank(settings: Settings, args: argparse.Namespace, options: ServeOptio
     with ending.at_once():  # until its peers are there, MLX lets no other thread run, nor Python's signal handlers
         threading.Thread(target=generate, name="prefixcache-generate", daemon=True).start()
         grouped.wait()
-    when_launcher_ends(lambda pid: _follow_launcher(pid, ending))
+    when_launcher_ends(lambda pid: _end_with_launcher(pid, ending))
     while not begun.done():
         if ending.asked.wait(POLL):
             os._exit(128 + ending.signum)
@@ -110,7 +110,7 @@ def serve_rank(settings: Settings, args: argparse.Namespace, options: ServeOptio
             if server is not None:
                 run(server, generator, ending, rank.opened, options)
             else:
-                _follow(generator, ending, rank.opened, options.grace, watch)
+                _serve_as_follower(generator, ending, rank.opened, options.grace, watch)
         finally:
             end(generator, ending, server.replying if server is not None else set(), STEPS)
             watch.rest()
@@ -124,7 +124,7 @@ def serve_rank(settings: Settings, args: argparse.Namespace, options: ServeOptio
     return True
 
 
-def _follow_launcher(pid: int, ending: Ending) -> None:
+def _end_with_launcher(pid: int, ending: Ending) -> None:
     if not ending.asked.is_set():
         log.error("mlx.launch (pid %d) has ended: so its ranks end, too", pid)
     ending.ask(signal.SIGTERM)
@@ -181,7 +181,7 @@ def _decisive(settings: Settings, args: argparse.Namespace, options: ServeOption
     }
 
 
-def _follow(generator: Generator, ending: Ending, opened: Stats, grace: float, watch: Watch) -> None:
+def _serve_as_follower(generator: Generator, ending: Ending, opened: Stats, grace: float, watch: Watch) -> None:
     """Do what rank 0 does, until it ends."""
     if not is_ready(generator, ending):
         return

@@ -1,4 +1,4 @@
-"""When a request's turn comes: what it waits for, how often the loop looks for the next one, and what of this hangs on there
+"""When a request's turn comes: what it waits for, how often the loop asks for the next one, and what of this hangs on there
 being one process (`Turns`) or several (`rank_turns.RankTurns`).
 """
 
@@ -15,13 +15,13 @@ import mlx.core as mx
 
 from prefixcache.servers.in_flight import Awaited
 from prefixcache.servers.mlx_lm.answers import Answers
-from prefixcache.servers.mlx_lm.prompt_reader import PromptReader
+from prefixcache.servers.mlx_lm.prompt_tokenizer import PromptTokenizer
 from prefixcache.servers.mlx_lm.provider import Provider
 from prefixcache.servers.mlx_lm.upstream import Loop
 
-STEPS = 0.5  # seconds of steps, at most, between two looks for a request
-IDLE_LOOKS = 30  # in a row that find no request: mlx-lm's loop waits .1 s for one
-WAKE = object()  # in the queue of requests: look at the deferred ones
+STEPS = 0.5  # seconds of steps, at most, before the loop asks for a request again
+IDLE_POLLS = 30  # in a row that find no request: mlx-lm's loop waits .1 s for one
+WAKE = object()  # in the queue of requests: a deferred one may be ready
 
 
 class Wait(NamedTuple):
@@ -42,7 +42,7 @@ class DeferredRequest(NamedTuple):
 
 
 class TimeBudget:
-    """How long the batch goes on before the loop looks at requests: until one waits or `seconds` are over, and one step at
+    """How long the batch goes on before the loop asks for a request: until one waits or `seconds` are over, and one step at
     least.
     """
 
@@ -57,18 +57,18 @@ class TimeBudget:
 
 
 class IdlePool:
-    """The buffers that MLX has freed and keeps for the next arrays. After `IDLE_LOOKS` for a request in vain they are given
-    back to the system, once.
+    """The buffers that MLX has freed and keeps for the next arrays. After `IDLE_POLLS` in a row without a request they are
+    given back to the system, once.
     """
 
     def __init__(self, empty: Callable[[], None] = mx.clear_cache):
         self._empty = empty
-        self._looks = 0
+        self._polls = 0
 
-    def look(self, *, busy: bool) -> None:
-        """Count one look. `busy`: a request came, waits, or is under way."""
-        self._looks = 0 if busy else self._looks + 1
-        if self._looks == IDLE_LOOKS:
+    def count_poll(self, *, busy: bool) -> None:
+        """Count one poll for a request. `busy`: one came, waits, or is under way."""
+        self._polls = 0 if busy else self._polls + 1
+        if self._polls == IDLE_POLLS:
             self._empty()
 
 
@@ -76,7 +76,7 @@ class Requests(Protocol):
     """What `Turns` ask of the generator whose requests they take."""
 
     model_provider: Provider
-    reader: PromptReader
+    prompt_tokenizer: PromptTokenizer
     requests: Queue[Any]
     loop: Loop
     answering: set[Answers]
@@ -85,8 +85,8 @@ class Requests(Protocol):
 class Turns:
     """What the thread that generates decides before each step, as one process decides it: by itself.
 
-    `seconds`: of steps between two looks for a request. `thread`: runs the loop; None for one of its own. `is_first`: clients
-    are answered here.
+    `seconds`: of steps before the loop asks for a request again. `thread`: runs the loop; None for one of its own.
+    `is_first`: clients are answered here.
     """
 
     seconds = STEPS
@@ -97,31 +97,31 @@ class Turns:
         """Return what stands behind the identity of a model, just loaded, in the name of its prompts."""
         return ""
 
-    def begin_look(self, timeout: float | None, *, deferred: bool) -> float | None:
-        """Hear that the loop looks for a request. Return how many seconds it waits for one; None for not at all."""
+    def begin_poll(self, timeout: float | None, *, deferred: bool) -> float | None:
+        """Hear that the loop asks for a request. Return how many seconds it waits for one; None for not at all."""
         return timeout
 
     def take(self, of: Requests, timeout: float | None) -> Any:
-        """Return what a client has sent, as `(queue, request, args)`, or None. `timeout`: as `begin_look` gives it."""
+        """Return what a client has sent, as `(queue, request, args)`, or None. `timeout`: as `begin_poll` gives it."""
         with suppress(Empty):
             return of.requests.get(block=timeout is not None, timeout=timeout)
         return None
 
     def any_waits(self, of: Requests, waits: Callable[[], bool]) -> bool:
-        """Return whether the loop should look at requests. `waits`: whether there is one."""
+        """Return whether the loop should ask for a request. `waits`: whether there is one."""
         return waits()
 
-    def over(self, waits: list[Wait | Awaited]) -> int | None:
-        """Return the place of a wait that is over, or None."""
+    def first_over(self, waits: list[Wait | Awaited]) -> int | None:
+        """Return the place of the first wait that is over, or None."""
         return next((place for place, wait in enumerate(waits) if wait.over()), None)
 
     def awaited(self, find: Callable[[], Awaited | None]) -> Wait | Awaited | None:
         """Return whom a request waits for, as `find` says."""
         return find()
 
-    def tokens(self, request: Any, read: Callable[[], Any]) -> Any:
-        """Return a request's tokens, as `read` gives them."""
-        return read()
+    def tokens(self, request: Any, tokenize: Callable[[], Any]) -> Any:
+        """Return a request's tokens, as `tokenize` gives them."""
+        return tokenize()
 
     def must(self, what: str, request: Any = None) -> AbstractContextManager[None]:
         """Within it an exception is the request's alone. `what` says what has failed."""

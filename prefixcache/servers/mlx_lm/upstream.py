@@ -235,7 +235,9 @@ class LoopSteps(Protocol):
     """What `Loop` asks of its owner, on the thread that generates."""
 
     def next_request(self, timeout: float | None) -> Any:
-        """Return the next request that can begin, as `(queue, request, args)`, or None."""
+        """Return the next request that can begin, as `(queue, request, args)`, or None. Wait at most `timeout` seconds for
+        it; None: not at all, since a batch goes on.
+        """
 
     def tokenize(self, tokenizer: Any, request: Any, args: Any) -> Any:
         """Return what `_tokenize` gives. The loop looks this request up next."""
@@ -245,7 +247,7 @@ class LoopSteps(Protocol):
 
 
 class Loop(server.ResponseGenerator):
-    """mlx-lm's loop, which takes and reads requests by `steps`, and runs on the thread that calls `run`.
+    """mlx-lm's loop, which takes and tokenizes requests by `steps`, and runs on the thread that calls `run`.
 
     Patch: `_next_request`, `_tokenize` and `_serve_single` are where it can be reached. Issue: none filed. Goes when mlx-lm's
     loop takes its requests from an object that it is given.
@@ -281,7 +283,7 @@ class Loop(server.ResponseGenerator):
     def stopped(self) -> bool:
         return self._stop
 
-    def read(self, tokenizer: Any, request: Any, args: Any) -> Any:
+    def tokenize(self, tokenizer: Any, request: Any, args: Any) -> Any:
         """Return what mlx-lm's `_tokenize` gives: tokens, segments and more. It rewrites the request's messages."""
         return super()._tokenize(tokenizer, request, args)
 

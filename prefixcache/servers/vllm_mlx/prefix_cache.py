@@ -71,7 +71,7 @@ class TieredPrefixCache:
         self.cache = cache
         self.like = like
         self.model_name = model_name
-        self.reading = ReadOrCompute(cache, longest_wait)
+        self.promotions = ReadOrCompute(cache, longest_wait)
         self._salt = salt
         self._least = getattr(config, "min_prefix_tokens", LEAST)
         self._auxiliary = Auxiliary(cache)
@@ -115,14 +115,14 @@ class TieredPrefixCache:
         prompt = self._prompt(tokens)
         leave = 0 if whole == prompt.token_bytes else 1
         least = min(self._least, len(prompt) - 1) if leave else len(prompt)
-        self.reading.wait(prompt, leave)
+        self.promotions.wait(prompt, leave)
         depth = self.cache.match(prompt, leave=leave).ram
         if depth < least:
-            self.reading.began(prompt, len(prompt))
+            self.promotions.began(prompt, len(prompt))
             return PromptHit("miss_short_lcp" if leave and depth else "miss")
         prompt_cache, rest = self.cache.fetch(prompt, leave=leave)
         depth = len(prompt) - len(rest)
-        self.reading.began(prompt, len(rest))
+        self.promotions.began(prompt, len(rest))
         if prompt_cache is None or depth < least:  # it left RAM in between
             return PromptHit("miss")
         return PromptHit("exact" if depth == len(prompt) else "prefix", prompt_cache, depth)
@@ -142,7 +142,7 @@ class TieredPrefixCache:
             kept = self._auxiliary.get(prompt.token_bytes)
             if kept is None:
                 return None
-            self.reading.wait(prompt, leave=0)
+            self.promotions.wait(prompt, leave=0)
             if self.cache.match(prompt).ram == len(prompt):
                 self._here.whole = prompt.token_bytes
                 return kept
@@ -183,7 +183,7 @@ class TieredPrefixCache:
             return None
         try:
             prompt = self._prompt(tokens)
-            self.reading.ended(prompt)
+            self.promotions.ended(prompt)
             stored = self.cache.store(prompt, cache)
             if not stored.tokens:
                 raise MemoryError("the budget has no room for its first block")

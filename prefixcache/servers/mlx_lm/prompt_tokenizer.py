@@ -1,4 +1,4 @@
-"""A request's prompt read by mlx-lm, on its client's thread or on the one that generates, and refused there where the model
+"""Has mlx-lm tokenize a request's prompt, on its client's thread or on the one that generates, and refuses it if the model
 can't serve it.
 """
 
@@ -26,38 +26,38 @@ class EarlyTokens(NamedTuple):
     tokenized: Any
 
 
-class PromptReader:
-    """Reads prompts of one server by `tokenize`, mlx-lm's."""
+class PromptTokenizer:
+    """Tokenizes prompts of one server by `tokenize`, which is mlx-lm's."""
 
     def __init__(self, provider: Provider, tokenize: Callable[[Any, Any, Any], Any]):
-        self._provider, self._tokenize = provider, tokenize
+        self._provider, self._by_mlx_lm = provider, tokenize
 
-    def read_early(self, request: Any, args: Any) -> None:
-        """Read a prompt on its client's thread, if its model is loaded; else see whether the model can be. A prompt with
-        images is left to the loop, since it needs MLX.
+    def tokenize_early(self, request: Any, args: Any) -> None:
+        """Tokenize a prompt on its client's thread, if its model is loaded; else check that the model can be loaded. A prompt
+        with images is left to the loop, since it needs MLX.
         """
         loaded = self._provider.loaded_as(args.model)
         if _brings_template(args) and has_images(request):
             raise RequestRefused(f"{TEMPLATE}: not rendered for messages with images; leave one of them out")
         if loaded is not None:
             if not has_images(request):
-                request.early_tokens = EarlyTokens(loaded.tokenizer, self._read(loaded, request, args))
+                request.early_tokens = EarlyTokens(loaded.tokenizer, self._tokenize(loaded, request, args))
             return
         if _brings_template(args):
             raise RequestRefused(f"{TEMPLATE}: its model is not loaded; ask it once without a template, then with it")
         self._provider.look_up(args.model)
 
-    def read(self, loaded: LoadedModel, request: Any, args: Any) -> Any:
-        """Return what mlx-lm's `_tokenize` gives, which `read_early` may have read; once, since the loop changes it."""
+    def tokenize(self, loaded: LoadedModel, request: Any, args: Any) -> Any:
+        """Return what mlx-lm's `_tokenize` gives, which `tokenize_early` may have got; once, since the loop changes it."""
         early: EarlyTokens | None = getattr(request, "early_tokens", None)
         request.early_tokens = None
         if early is not None and early.tokenizer is loaded.tokenizer:
             return early.tokenized
         if _brings_template(args):  # never on the thread that generates
             raise RequestRefused(f"{TEMPLATE}: another model was loaded in between; ask again", 503)
-        return self._read(loaded, request, args)
+        return self._tokenize(loaded, request, args)
 
-    def _read(self, loaded: LoadedModel, request: Any, args: Any) -> Any:
+    def _tokenize(self, loaded: LoadedModel, request: Any, args: Any) -> Any:
         check_sampling(args, loaded.vocabulary)
         tokenizer, rendered = loaded.tokenizer, RENDERED
         if loaded.context is not None and loaded.longest:
@@ -68,7 +68,7 @@ class PromptReader:
             tokenizer = ClientTemplate(tokenizer, rendered)
         messages = copy.deepcopy(request.messages)  # mlx-lm rewrites them in place
         try:
-            tokenized = self._tokenize(tokenizer, replace(request, messages=messages), args)
+            tokenized = self._by_mlx_lm(tokenizer, replace(request, messages=messages), args)
         except RequestRefused:
             raise
         except Exception as error:  # of the template, or of what mlx-lm does with messages, tools and images
