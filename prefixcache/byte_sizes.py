@@ -14,8 +14,8 @@ _REMEDY = 'write "20GB", "512MiB" or a number of bytes'
 
 
 def parse_size(value: Any, name: str = "size") -> int:
-    """Return the bytes of "8GB" (10^9), "512MiB" (2^20), "8 GB" or a whole number. ValueError names the setting and the
-    remedy.
+    """Return the bytes of "8GB" (10^9), "512MiB" (2^20), "8G" (2^30: a letter alone is a power of 1024), "8 GB" or a whole
+    number. ValueError names the setting and the remedy.
     """
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         raise ValueError(f"{name}={value!r}: not a size; {_REMEDY}")
@@ -24,12 +24,12 @@ def parse_size(value: Any, name: str = "size") -> int:
         unit = UNITS.get(match[2].upper()) if match else None
         if match is None or unit is None:
             raise ValueError(f"{name}={value!r}: not a size; {_REMEDY}")
-        size = float(match[1]) * unit if "." in match[1] else int(match[1]) * unit
+        nbytes = float(match[1]) * unit if "." in match[1] else int(match[1]) * unit
     else:
-        size = value
-    if not 0 <= size < 2**63 or 0 < size < 1:
+        nbytes = value
+    if not 0 <= nbytes < 2**63 or 0 < nbytes < 1:
         raise ValueError(f"{name}={value!r}: not a size; {_REMEDY}")
-    return int(size)
+    return int(nbytes)
 
 
 def size(nbytes: int) -> str:

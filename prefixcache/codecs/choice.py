@@ -30,7 +30,7 @@ def codec_from_spec(spec: Mapping[str, Any]) -> Codec:
         return _transform(spec)
     kind = _CODECS.get(name) if isinstance(name, str) else None
     if kind is None:
-        raise ValueError(f"codec {name!r}: not known here; known are {', '.join(sorted(_CODECS))}")
+        raise ValueError(f"codec {name!r}: not known here; known are {', '.join(sorted((*_CODECS, 'transform')))}")
     ours = kind().spec()["version"]
     if type(version) is not int or version != ours:
         raise ValueError(f"codec {name!r} version {version!r}: this release reads version {ours} only")
@@ -45,7 +45,9 @@ def codec_from_spec(spec: Mapping[str, Any]) -> Codec:
 def _transform(spec: Mapping[str, Any]) -> Codec:
     ours = Transform().spec()
     if type(spec.get("version")) is not int or spec["version"] != ours["version"]:
-        raise ValueError(f"codec 'transform' version {spec.get('version')!r}: this release reads version 1 only")
+        raise ValueError(
+            f"codec 'transform' version {spec.get('version')!r}: this release reads version {ours['version']} only"
+        )
     odd = (spec.keys() ^ ours.keys()) - {"basis"}
     if odd or not isinstance(spec["otherwise"], Mapping):
         raise ValueError(f"codec 'transform': its parameters are quality and otherwise; check {', '.join(sorted(odd))}")

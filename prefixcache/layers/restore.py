@@ -22,16 +22,22 @@ Streams = dict[tuple[int, str], mx.array]  # buffers by leaf and stream
 
 
 class Restorer:
-    """Makes the layer caches of one stored prompt, with room for `room` more tokens. For one call, on its thread.
+    """Makes the layer caches of one stored prompt, with room for `spare_tokens` more. For one call, on its thread.
 
-    With `live`, plain layers of TurboQuant's codes come as `TurboQuantKVCache`. `decoded` are the buffers of all streams,
-    where these are decoded already.
+    With `live`, KVCache layers that TurboQuant coded come as `TurboQuantKVCache`. `decoded`: the buffers of all streams, if
+    these are decoded already.
     """
 
     def __init__(
-        self, rows: StoredRows, snapshot: Image | None, room: int, *, live: bool = False, decoded: Streams | None = None
+        self,
+        rows: StoredRows,
+        snapshot: Image | None,
+        spare_tokens: int,
+        *,
+        live: bool = False,
+        decoded: Streams | None = None,
     ):
-        self._rows, self._plan, self._snapshot, self._room = rows, rows.plan, snapshot, room
+        self._rows, self._plan, self._snapshot, self._spare_tokens = rows, rows.plan, snapshot, spare_tokens
         self._live, self._decoded = live, decoded
 
     def layers(self, numbers: Sequence[int]) -> list[Any]:
@@ -52,9 +58,9 @@ class Restorer:
             assert self._snapshot is not None
             return blank(find_class(layer["class"]), leaf_state(self._snapshot, self._plan.snapshots.index(leaf)))
         choice = live_codes.choice_of(self._plan, leaf) if self._live else None
-        return self._plain(leaf) if choice is None else self._compressed(leaf, choice)
+        return self._of_stored_class(leaf) if choice is None else self._compressed(leaf, choice)
 
-    def _plain(self, leaf: int) -> Any:
+    def _of_stored_class(self, leaf: int) -> Any:
         """Make a layer cache of the class that was stored."""
         layer = self._plan.leaves[leaf]
         cls, streams = find_class(layer["class"]), {}
@@ -78,7 +84,7 @@ class Restorer:
         is_joined = (leaf, PARTS[0]) in self._plan.joined_places
         levelled = self._levelled(leaf, runs) if coded and not is_joined else []
         if not 0 < len(levelled) <= MOST_LEVELS:
-            return live_codes.waiting(self._plain(leaf), choice)
+            return live_codes.waiting(self._of_stored_class(leaf), choice)
         plan, pieces, sinks, tail = self._plan, [], [], []
         for part in PARTS:
             pieces.append(pieces_of(plan.rows, plan.places[leaf][part], self._rows.leading(0, coded)))
@@ -110,7 +116,7 @@ class Restorer:
 
     def _capacity(self, leaf: int) -> int:
         layer = self._plan.leaves[leaf]
-        return adapter_of(find_class(layer["class"])).capacity(layer, self._rows.tokens, self._room)
+        return adapter_of(find_class(layer["class"])).capacity(layer, self._rows.tokens, self._spare_tokens)
 
     def _buffer(self, leaf: int, stream: str, pieces: list[Piece], capacity: int) -> mx.array:
         window, (t, member) = self._plan.window_of(leaf), self._plan.tail_places[leaf][stream]

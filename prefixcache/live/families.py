@@ -89,8 +89,8 @@ def refusal(module: str, layer: nn.Module) -> str | None:
         return EXCLUDED[name]
     if name not in SUPPORTED:
         return "what it does with fetched keys and values is not known"
-    shared, why = UNLESS.get(name, (None, ""))
-    return why if shared is not None and shared(layer) else None
+    excludes_layer, why = UNLESS.get(name, (None, ""))
+    return why if excludes_layer is not None and excludes_layer(layer) else None
 
 
 def attention_modules(cls: type) -> Iterator[str]:

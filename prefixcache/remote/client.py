@@ -93,7 +93,7 @@ class Client:
         return [[name.rpartition("/")[2] for name in names] for names in listed]
 
     def read(
-        self, name: str, size: int | None, room: Callable[[int], bool], watch: Sink | None = None
+        self, name: str, size: int | None, reserve_room: Callable[[int], bool], watch: Sink | None = None
     ) -> np.ndarray | None:
         """Return the unsealed bytes under a name, on this thread; None where there are none, or what is there was not sealed
         under this name. `room(nbytes)` reserves memory before the read; if it returns False, the result is None.
@@ -101,7 +101,7 @@ class Client:
         """
         began = time.monotonic()
         try:
-            data = self._unsealed(name, size, room, watch)
+            data = self._unsealed(name, size, reserve_room, watch)
         except NotSealed:
             self.refuse(name, "it was not sealed under this key and name")
             return None
@@ -111,7 +111,7 @@ class Client:
         return data
 
     def _unsealed(
-        self, name: str, size: int | None, room: Callable[[int], bool], watch: Sink | None = None
+        self, name: str, size: int | None, reserve_room: Callable[[int], bool], watch: Sink | None = None
     ) -> np.ndarray | None:
         unsealing: list[Unsealing] = []
 
@@ -121,7 +121,7 @@ class Client:
                 watch(unsealed)
 
         def accept(nbytes: int) -> Sink | None:
-            if not room(nbytes):
+            if not reserve_room(nbytes):
                 return None
             unsealing.append(self.seal.unseal(name, nbytes))
             return sink

@@ -193,7 +193,7 @@ class RemotePromotion:
         """Read and check an image, on a thread of the client."""
         wanted, storage = read.wanted, self._storage
 
-        def room(nbytes: int) -> bool:  # for the image, and for a piece as it comes
+        def reserve_room(nbytes: int) -> bool:  # for the image, and for a piece as it comes
             if nbytes > self._size_limit(wanted):
                 return False
             beside = NODE_BYTES + storage.graph.slot_bytes + 2 * BLOCK * TOKEN_BYTES
@@ -201,7 +201,7 @@ class RemotePromotion:
             return read.reservation is not None
 
         name, digest = self._name(wanted), Digest()
-        data = self._client.read(name, wanted.size, room, digest.update)
+        data = self._client.read(name, wanted.size, reserve_room, digest.update)
         if data is None:
             return None
         image, row = Image(data), self._namespace.row

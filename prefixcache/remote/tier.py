@@ -263,13 +263,13 @@ class RemoteTier:
         """Read a layout, on a thread of the client."""
         with ExitStack() as reserved:
 
-            def room(nbytes: int) -> bool:
+            def reserve_room(nbytes: int) -> bool:
                 reservation = self._storage.ram.reserve(2 * nbytes, drop=False) if nbytes <= LAYOUT_BYTES else None
                 if reservation is not None:
                     reserved.enter_context(reservation)
                 return reservation is not None
 
-            data = self._client.read(name, None, room)
+            data = self._client.read(name, None, reserve_room)
             return data.tobytes() if data is not None else None
 
     def _learn_one(self, name: str, text: bytes, prompt: Prompt) -> None:

@@ -12,7 +12,7 @@ from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from prefixcache.remote.engine import Engine
 
-# Whether TLS is asked for on loopback, too.
+# By scheme: True asks for TLS on loopback as well; elsewhere TLS is always used.
 _VALKEY = {"valkey": False, "redis": False, "valkeys": True, "rediss": True}
 _OBJECTS = ("s3", "gs", "az")
 _OPTIONS = {**{scheme: {"db"} for scheme in _VALKEY}, "s3": {"endpoint", "region"}}
@@ -22,7 +22,7 @@ _ENDPOINTS = (_WINS, "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 
 
 class _EngineUrl(NamedTuple):
-    """What a URL says, checked. `host`, `port`, `tls`: None and False for what has no host of its own."""
+    """What a URL says, checked. `host`: of a server, or the bucket's name; None for a folder."""
 
     scheme: str
     host: str | None

@@ -55,8 +55,8 @@ class Spilling:
             yield slot
 
     def write_through(self, slots: Iterable[Slot]) -> None:
-        """Queue images of whole blocks, and snapshots, or as soon as there is room, with spill="through". Tails are written
-        when they are evicted or at the end: each turn of a conversation has another.
+        """With spill="through", queue images of whole blocks and snapshots: now, or once the queue has room. Tails are
+        written when they are evicted or at the end: each turn of a conversation has another.
         """
         if self._lower.spill_tier is None or not self._through:
             return

@@ -50,7 +50,7 @@ def test_names_are_short() -> None:
     [
         ({}, "codec None: not known"),
         ({"name": ["raw"], "version": 1}, "not known"),
-        ({"name": "zip", "version": 1}, "codec 'zip': not known here; known are raw, turboquant"),
+        ({"name": "zip", "version": 1}, "codec 'zip': not known here; known are raw, transform, turboquant"),
         ({"name": "raw"}, "version None"),
         ({"name": "turboquant", "version": 9}, "'turboquant' version 9: this release reads version 2"),
         ({"name": "raw", "version": True}, "version True"),

@@ -79,7 +79,7 @@ def describe() -> str:
 
 
 def takes(classes: Array) -> bool:
-    """Tell whether the kernel has rows of as many components."""
+    """Tell whether the kernel can code rows of this many components."""
     return len(classes) <= MOST_COMPONENTS
 
 
@@ -87,12 +87,12 @@ def takes(classes: Array) -> bool:
 
 
 class _HostTables(NamedTuple):
-    """Index 7 of the axis of 76 is class 0; those around are shifted by a gain, and stay among the classes."""
+    """Axes of 76: index c + g is class c under gain g (0 to 14, of which `GAINS // 2`, 7, shifts nothing)."""
 
     codes: Array
     """`struct code` (76, 57)"""
     costs: Array
-    """int32 (57, 76): what a symbol costs more than 0 does"""
+    """int32 (57, 76): what a symbol costs beyond symbol 0, in 1/256 bits"""
     cost_of_0: Array
     """int32 (76,)"""
     symbols: Array
@@ -100,7 +100,7 @@ class _HostTables(NamedTuple):
     spans: Array
     """`struct span` (76, 57)"""
     points: Array
-    """float32 (76, 8): what magnitudes below 8 are decoded to"""
+    """float32 (76, 8): the values that magnitudes below 8 are decoded to"""
 
 
 _prepared: WeakKeyDictionary[Tables, _HostTables] = WeakKeyDictionary()
@@ -123,10 +123,10 @@ def _prepare(tables: Tables) -> _HostTables:
 
 
 def _codes(tables: Tables) -> Array:
-    codes, plain = np.empty((CLASSES, SYMBOLS), _CODE), codes_of(tables)
-    for name, numbers in plain._asdict().items():
+    codes, unpacked = np.empty((CLASSES, SYMBOLS), _CODE), codes_of(tables)
+    for name, numbers in unpacked._asdict().items():
         codes[name] = numbers
-    codes["reciprocal"] = -(-(1 << _RECIPROCAL_BITS) // plain.frequency.astype(np.int64))
+    codes["reciprocal"] = -(-(1 << _RECIPROCAL_BITS) // unpacked.frequency.astype(np.int64))
     return codes
 
 
@@ -188,8 +188,8 @@ def decode(heads: Array, words: Array, first: Array, classes: Array, tables: Tab
     """
     rows, components = _shape("values", values)
     _check_values("values", values, (rows, components), written=True)
-    heads, first = _plain("heads", heads, np.uint16, rows), _plain("first", first, np.int64, rows)
-    words = _plain("words", words, np.uint16, len(words), aligned=False)
+    heads, first = _contiguous("heads", heads, np.uint16, rows), _contiguous("first", first, np.int64, rows)
+    words = _contiguous("words", words, np.uint16, len(words), aligned=False)
     classes, prepared, function = _checked(classes, components), _prepare(tables), _function("transform_unpack")
     job = _UNPACKING.pack(
         address_of(values),
@@ -234,7 +234,7 @@ def _check_values(name: str, values: Array, shape: tuple[int, ...], written: boo
         raise ValueError(f"{name} is a read-only array; give one that can be written")
 
 
-def _plain(name: str, array: Array, dtype: Any, length: int, aligned: bool = True) -> Array:
+def _contiguous(name: str, array: Array, dtype: Any, length: int, aligned: bool = True) -> Array:
     if array.shape != (length,) or array.dtype != dtype:
         raise ValueError(
             f"{name} of shape {array.shape} and dtype {array.dtype}: these take ({length},) of {np.dtype(dtype)}"
@@ -243,7 +243,7 @@ def _plain(name: str, array: Array, dtype: Any, length: int, aligned: bool = Tru
 
 
 def _checked(classes: Array, components: int) -> Array:
-    classes = _plain("classes", classes, np.int32, components)
+    classes = _contiguous("classes", classes, np.int32, components)
     if not takes(classes):
         raise ValueError(f"{components} components: the C kernel takes {MOST_COMPONENTS}; ask takes(), and use entropy")
     if components and not 0 <= classes.min() <= classes.max() < CLASSES:

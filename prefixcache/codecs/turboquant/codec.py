@@ -1,7 +1,7 @@
-"""The codec that most users want: rows levelled, rotated, quantised to 1 to 4 or 8 bits a value, a 16-bit scale a row.
+"""TurboQuant: rows are levelled, rotated and quantised to 1 to 4 or 8 bits a value, with a 16-bit scale a row.
 
-Here is what a user chooses, and which streams take it; the format is in `format`, the arithmetic in the back
-ends, which agree bit for bit.
+This module has the user's choices and decides which streams are coded; the format is in `format`, the arithmetic in the
+back ends, which agree bit for bit.
 """
 
 from __future__ import annotations
@@ -157,9 +157,9 @@ def _by_block(levels: PackedLevels, blocks: int) -> PackedLevels:
 class TurboQuant:
     """TurboQuant (arXiv 2504.19874, the variant for mean squared error): `key_bits` and `value_bits` a value.
 
-    Bits are 1, 2, 3, 4 or 8. `levelling` (False: the paper's plain form) evens out each head's channels, and centres those of
-    keys, by the rows of each block. The first and last `fp16_layers` layers stay as they are, and a prompt's first
-    `sink_tokens` (at most 256), which most heads attend to whatever they say. `layers` says otherwise
+    Bits are 1, 2, 3, 4 or 8. `levelling` (False: none, as in the paper) evens out each head's channels, and centres those of
+    keys, by the rows of each block. The first and last `fp16_layers` layers stay exact. So do a prompt's first `sink_tokens`
+    tokens (at most 256), because most heads attend to them whatever they contain. `layers` says otherwise
     for single layers: {7: 8, -1: (8, 4), 0: None} is 8 bits for layer 7, 8 and 4 for keys and values of the last, the
     first as it is; a number that a model has no layer for changes nothing there. `seed` (0 to 2**63 - 1) chooses the
     rotation's signs.
@@ -208,7 +208,8 @@ class TurboQuant:
             return RawRows(stream.width, stream.dtype)
         if self.raw_latents and is_latent(stream.heads, stream.width, stream.other_width):
             return RawRows(stream.width, stream.dtype)
-        # Of values the first tokens' are almost zero and much attended to: centred, they would be minus the mean, and err.
+        # Values are not centred: the first tokens' are almost zero and get much attention, so centring would add the mean's
+        # error to them.
         centred = self.levelling and stream.part == "keys"
         bits_of_part = bits[0] if stream.part == "keys" else bits[1]
         return TurboQuantRows(stream.width, stream.dtype, bits_of_part, self.seed, self.levelling, centred)
