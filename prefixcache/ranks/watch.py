@@ -44,7 +44,7 @@ class Watch:
         self._on_end, self._on_ask, self._hang = on_end, on_ask, hang
         self._lock = threading.Lock()  # of what follows
         self._over = False
-        self._resting, self._steps = True, 0
+        self._may_take_long, self._steps = True, 0
         self._told: dict[int, int] = {}  # on rank 0: the steps of the others
         self._lines: dict[int, socket.socket] = {}
         self._ended: set[int] = set()  # ranks that have ended in order
@@ -63,11 +63,11 @@ class Watch:
     def step(self) -> None:
         """Hear that the thread that generates goes on."""
         self._steps += 1
-        self._resting = False
+        self._may_take_long = False
 
-    def rest(self) -> None:
-        """Hear that it does something now that may take any time, such as loading a model."""
-        self._resting = True
+    def step_may_take_long(self) -> None:
+        """Hear that its next step may take any time, such as loading a model."""
+        self._may_take_long = True
 
     # -- ends -------------------------------------------------------------------------------------------------------------
 
@@ -182,7 +182,7 @@ class Watch:
             for rank in self._lines:
                 self._send(rank, f"{ALIVE} {self._steps}")
             before, seen = seen, self._steps
-            stuck = stuck + BEAT if seen == before and not self._resting else 0.0
+            stuck = stuck + BEAT if seen == before and not self._may_take_long else 0.0
             # The ranks go step by step together: where one is stuck, rank 0 is.
             if self.rank == 0 and stuck > self._hang:
                 steps = {0: self._steps, **self._told}

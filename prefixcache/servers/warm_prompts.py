@@ -17,7 +17,8 @@ from typing import Any
 CHAT, TEXT = ("messages", "tools", "chat_template_kwargs"), ("prompt",)
 KEYS = (*CHAT, *TEXT, "cache_salt")
 
-# After these roles it is the user's turn: what is stored must serve whatever the user says. Any other is answered.
+# After these roles it is the user's turn: what is stored must serve whatever the user says. After any other role
+# the model answers.
 USER_FOLLOWS = ("system", "developer", "assistant")
 # What may come next begins like one of these. A tokenizer may join it with the end of what stands before it.
 NEXT = ("a", "1", ".", " a", "  ", "\n", "\t\t", "\r")
@@ -93,42 +94,42 @@ def parse_prompt(where: str, given: dict[str, Any]) -> WarmPrompt:
         raise BadPrompt(f'{where}: {" and ".join(ways) or "no prompt"}; give one of "messages" and "prompt"')
     if ways == ["prompt"]:
         for key in CHAT:
-            _check(where, key, key not in given, 'goes with "messages" only; leave it out')
-        _check(where, "prompt", isinstance(given["prompt"], str), "not a text; write a string")
-        _check(where, "prompt", given["prompt"], "empty; write what is to be stored, or leave the line out")
+            _require(where, key, key not in given, 'goes with "messages" only; leave it out')
+        _require(where, "prompt", isinstance(given["prompt"], str), "not a text; write a string")
+        _require(where, "prompt", given["prompt"], "empty; write what is to be stored, or leave the line out")
         return WarmPrompt(where, text=given["prompt"], salt=_salt(where, given))
     tools, options = given.get("tools", []), given.get("chat_template_kwargs", {})
-    _check(where, "tools", _are_objects(tools), "not a list of objects; write tools as in a chat request")
-    _check(where, "chat_template_kwargs", isinstance(options, dict), 'not an object; write {"name": value}')
+    _require(where, "tools", _are_objects(tools), "not a list of objects; write tools as in a chat request")
+    _require(where, "chat_template_kwargs", isinstance(options, dict), 'not an object; write {"name": value}')
     return WarmPrompt(where, _messages(where, given["messages"]), tuple(tools), "", _salt(where, given), options)
 
 
 def _messages(where: str, messages: Any) -> tuple[dict[str, Any], ...]:
     remedy = 'write [{"role": "system", "content": "..."}]'
-    _check(where, "messages", _are_objects(messages) and messages, f"not a list of messages; {remedy}")
+    _require(where, "messages", _are_objects(messages) and messages, f"not a list of messages; {remedy}")
     for i, message in enumerate(messages):
-        _check(where, f"messages[{i}].role", isinstance(message.get("role"), str), f"missing, or not a text; {remedy}")
-        content = message.get("content")
+        role, content = message.get("role"), message.get("content")
+        _require(where, f"messages[{i}].role", isinstance(role, str), f"missing, or not a text; {remedy}")
         texts = _are_objects(content) and all(
             part.get("type") == "text" and isinstance(part.get("text"), str) for part in content
         )
         wrong = "not a text, nor a list of text parts; images can't be warmed, so leave them out"
-        _check(where, f"messages[{i}].content", content is None or isinstance(content, str) or texts, wrong)
+        _require(where, f"messages[{i}].content", content is None or isinstance(content, str) or texts, wrong)
     return tuple(messages)
 
 
 def _salt(where: str, given: dict[str, Any]) -> bytes:
     salt = given.get("cache_salt", "")
-    _check(where, "cache_salt", isinstance(salt, str), "not a text; write one, or leave it out")
+    _require(where, "cache_salt", isinstance(salt, str), "not a text; write one, or leave it out")
     try:
         return bytes(salt.encode())
     except UnicodeEncodeError:
         raise BadPrompt(f"{where}: cache_salt: not Unicode text (half of a surrogate pair); write another") from None
 
 
-def _check(where: str, key: str, good: Any, otherwise: str) -> None:
-    if not good:
-        raise BadPrompt(f"{where}: {key}: {otherwise}")
+def _require(where: str, key: str, ok: Any, message: str) -> None:
+    if not ok:
+        raise BadPrompt(f"{where}: {key}: {message}")
 
 
 def _are_objects(value: Any) -> bool:
@@ -167,7 +168,7 @@ def tokens_of(tokenizer: Any, prompt: WarmPrompt, chat_template_args: dict[str, 
             whole = list(tokenizer.encode(prompt.text))
             return common_prefix([whole[:-1], *(list(tokenizer.encode(prompt.text + more)) for more in NEXT)])
         if prompt.messages[-1]["role"] not in USER_FOLLOWS:
-            return _unanswered(tokenizer, _render(tokenizer, prompt, chat_template_args))
+            return _without_thought_tail(tokenizer, _render(tokenizer, prompt, chat_template_args))
         turns = ({"role": "user", "content": more} for more in NEXT)
         return common_prefix([_render(tokenizer, prompt, chat_template_args, turn) for turn in turns])
     except Exception as error:  # a template may raise anything
@@ -191,7 +192,7 @@ def _render(
     )
 
 
-def _unanswered(tokenizer: Any, request: list[int]) -> list[int]:
+def _without_thought_tail(tokenizer: Any, request: list[int]) -> list[int]:
     if tokenizer.has_thinking:
         thought = tokenizer.rfind_think_start(request, start=max(len(request) - THINKING, 0))
         if thought >= 0:

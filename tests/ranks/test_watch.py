@@ -113,7 +113,7 @@ def test_what_may_take_any_time_is_no_hang():
     with watches(2, hang=0.3) as [(first_watch, first), (second_watch, _)]:
         for watch in (first_watch, second_watch):
             watch.step()
-            watch.rest()
+            watch.step_may_take_long()
         with pytest.raises(Empty):
             first.ends.get(timeout=0.8)
 

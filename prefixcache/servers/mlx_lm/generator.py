@@ -122,7 +122,7 @@ class Generator:
             return
         finally:
             self.ready.set()
-            self.turns.rest()
+            self.turns.step_may_take_long()
         try:
             with generating_with(partial(RequestBatches, self.prompts), self._stream_in_step):
                 while not self.stopped:
@@ -131,7 +131,7 @@ class Generator:
             self.failure = error
             log.exception("the thread that generates died")
         finally:
-            self.turns.rest()
+            self.turns.step_may_take_long()
 
     def _serve_until_a_failure(self) -> None:
         """Run mlx-lm's loop. An exception in it ends the requests under way with an error, and the loop can be entered again.
@@ -277,7 +277,7 @@ class Generator:
         answers, request, args = item
         try:
             tokenized = self._tokenize_early(request, args)
-            with self.turns.must("a request can't be looked up"):
+            with self.turns.failure_scope("a request can't be looked up"):
                 wait = self._waits_for(request, tokenized, answers) if tokenized is not None else None
         except Exception:  # the loop meets it again, and answers with it
             return item
@@ -330,7 +330,7 @@ class Generator:
         return known
 
     def _tokenize(self, tokenizer: Any, request: Any, args: Any) -> TokenizedRequest:
-        with self.turns.must("a request can't be read", request):
+        with self.turns.failure_scope("a request can't be read", request):
             loaded = self.model_provider.loaded
             assert loaded is not None
             assert loaded.tokenizer is tokenizer

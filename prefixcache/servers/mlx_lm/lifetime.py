@@ -94,11 +94,11 @@ def start_logging(args: argparse.Namespace, options: ServeOptions, rank: int | N
         log.warning("--prompt-cache-size is not used: this cache is bounded in bytes, by --ram and --ssd")
 
 
-def run(server: HttpServer, generator: Generator, ending: Ending, opened: Stats, options: ServeOptions) -> None:
+def run(server: HttpServer, generator: Generator, ending: Ending, stats_at_open: Stats, options: ServeOptions) -> None:
     """Answer requests until the end is asked for, then let those under way end."""
     if not is_ready(generator, ending):
         return
-    tell(generator, opened)
+    tell(generator, stats_at_open)
     server.site = Site.of(generator, options)
     thread = threading.Thread(target=server.serve_forever, args=(POLL,), name="prefixcache-http", daemon=True)
     thread.start()
@@ -133,30 +133,30 @@ def died(generator: Generator) -> str:
     )
 
 
-def tell(generator: Generator, opened: Stats) -> None:
+def tell(generator: Generator, stats: Stats) -> None:
     """Log what is served, with what, and what the directory had when it was opened."""
-    kernels = "; ".join(f"{where}: {what}" for where, what in opened.kernels.items())
+    kernels = "; ".join(f"{where}: {what}" for where, what in stats.kernels.items())
     log.info(
         "prefixcache %s, mlx-lm %s, MLX %s; kernels: %s; codec %s",
         prefixcache.__version__,
         version("mlx-lm"),
         version("mlx"),
         kernels,
-        opened.codec,
+        stats.codec,
     )
-    none = f"no model yet; RAM budget {size(opened.ram_limit)} (ram={opened.ram_setting})"
+    none = f"no model yet; RAM budget {size(stats.ram_limit)} (ram={stats.ram_setting})"
     log.info("%s", generator.model or none)
-    if opened.ssd is None and generator.prompts.cache.settings.ssd_dir is not None:
+    if stats.ssd is None and generator.prompts.cache.settings.ssd_dir is not None:
         log.info("the SSD's directory is not there yet, or has no size: RAM only")
-    elif opened.ssd is None:
+    elif stats.ssd is None:
         log.info("no SSD directory: RAM only")
     else:
-        directory, used, limit = generator.prompts.cache.settings.ssd_dir, size(opened.ssd.used), size(opened.ssd.limit)
-        log.info("SSD %s: %d images found; %s of %s used", directory, opened.images_on_ssd, used, limit)
-    if opened.remote is not None:
+        directory, used, limit = generator.prompts.cache.settings.ssd_dir, size(stats.ssd.used), size(stats.ssd.limit)
+        log.info("SSD %s: %d images found; %s of %s used", directory, stats.images_on_ssd, used, limit)
+    if stats.remote is not None:
         settings = generator.prompts.cache.settings
         sealed = "sealed" if settings.remote_key_file is not None else "not sealed"
-        log.info("remote %s: images are %s; admission %s", opened.remote.engine, sealed, settings.remote_admission)
+        log.info("remote %s: images are %s; admission %s", stats.remote.engine, sealed, settings.remote_admission)
 
 
 def end(generator: Generator, ending: Ending, replying: set[Handler], linger: float = LINGER) -> None:

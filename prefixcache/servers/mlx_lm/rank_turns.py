@@ -52,7 +52,7 @@ class RankLoading(Loading):
         model, adapter, draft = key
         if adapter is not None or draft is not None:
             return provider.models.load_now(*key)  # refuses it, and leaves what is loaded
-        self._watch.rest()
+        self._watch.step_may_take_long()
         # The ranks wait for each other in the middle of loading: what can be known to fail must fail before.
         try:
             self._ranks.done_by_all(lambda: self._make(provider, model), f"load {model}")
@@ -120,8 +120,8 @@ class RankTurns(Turns):
         self._watch.ask_to_end()
         self._watch.close()
 
-    def rest(self) -> None:
-        self._watch.rest()
+    def step_may_take_long(self) -> None:
+        self._watch.step_may_take_long()
 
     # -- which request is next ----------------------------------------------------------------------------------------
 
@@ -190,8 +190,8 @@ class RankTurns(Turns):
         return tokens
 
     @contextmanager
-    def must(self, what: str, request: Any = None) -> Iterator[None]:
-        """Within it an exception ends the ranks, unless all have it: this one alone would go on to the next request."""
+    def failure_scope(self, what: str, request: Any = None) -> Iterator[None]:
+        """Let an exception within the block end the ranks, unless all have it: else this one alone would go on."""
         try:
             yield
         except Exception as error:
@@ -210,7 +210,7 @@ class RankTurns(Turns):
             self._watch.step()
             progress(done, total)
 
-        with self.must("a request failed"):
+        with self.failure_scope("a request failed"):
             for response in begin(**{**options, "prompt_progress_callback": step}):
                 self._watch.step()
                 if self._ranks.any(self.is_first and self._alone.stop_asked):

@@ -43,11 +43,11 @@ def serve(settings: Settings, flags: Sequence[str], options: ServeOptions) -> No
             HttpServer(args.host, args.port, options.rules.allowed_hosts, args.allowed_origins) as server,
             PrefixCache(settings) as cache,
         ):
-            opened = cache.stats()
+            stats_at_open = cache.stats()
             provider = Provider(args, options.rules.max_context)
             generator = Generator(provider, cache, options.before, exact_prefill=options.exact_prefill)
             try:
-                run(server, generator, ending, opened, options)
+                run(server, generator, ending, stats_at_open, options)
             finally:
                 end(generator, ending, server.replying)
             log.info("flushing RAM: %s", size(cache.stats().ram_images))

@@ -33,14 +33,14 @@ from prefixcache.settings import Settings
 
 log = logging.getLogger("prefixcache")
 
-FLUSH = 6.0  # seconds that a rank may write what RAM has, once another rank has died
-NEWS = 3.0  # seconds in which a rank hears of one that died, when its own part has failed of it
-STEPS = 10.0  # seconds for the steps that all ranks still do together before they end
-FOLLOWING = 15.0  # seconds, beyond the grace, that rank 0 has to end a rank that was asked to end
+FLUSH_SECONDS = 6.0  # that a rank may write what RAM has, once another rank has died
+NEWS_SECONDS = 3.0  # in which a rank hears of one that died, when its own part has failed because of that
+LAST_STEPS_SECONDS = 10.0  # for the steps that all ranks still do together before they end
+FOLLOWER_SECONDS = 15.0  # beyond the grace, that rank 0 has to end a rank that was asked to end
 
 
-class Lost:
-    """What becomes of this rank when another has ended: it ends, too, with what RAM has written."""
+class EndWithOthers:
+    """Called when another rank has ended: ends this rank, too, and first writes what only RAM has."""
 
     def __init__(self, rank: int, ending: Ending):
         self._rank, self._ending = rank, ending
@@ -56,16 +56,16 @@ class Lost:
         if self.cache is not None:
             closing = threading.Thread(target=self.cache.close, daemon=True)
             closing.start()
-            closing.join(FLUSH)
+            closing.join(FLUSH_SECONDS)
         os._exit(2)
 
 
 class Rank(NamedTuple):
-    """What a rank serves with; only rank 0 has a `server`. `opened`: what its directory had."""
+    """What a rank serves with; only rank 0 has a `server`. `stats_at_open`: what its directory had."""
 
     server: HttpServer | None
     cache: PrefixCache
-    opened: Stats
+    stats_at_open: Stats
     generator: Generator
     watch: Watch
 
@@ -108,16 +108,16 @@ def serve_rank(settings: Settings, args: argparse.Namespace, options: ServeOptio
     try:
         try:
             if server is not None:
-                run(server, generator, ending, rank.opened, options)
+                run(server, generator, ending, rank.stats_at_open, options)
             else:
-                _serve_as_follower(generator, ending, rank.opened, options.grace, watch)
+                _serve_as_follower(generator, ending, rank.stats_at_open, options.grace, watch)
         finally:
-            end(generator, ending, server.replying if server is not None else set(), STEPS)
-            watch.rest()
+            end(generator, ending, server.replying if server is not None else set(), LAST_STEPS_SECONDS)
+            watch.step_may_take_long()
             log.info("flushing RAM: %s", size(rank.cache.stats().ram_images))
             rank.cache.close()
     except ServeFailed as error:
-        time.sleep(NEWS)  # of a rank that died, which made this one fail: then it has ended here
+        time.sleep(NEWS_SECONDS)  # if a rank that died made this one fail, the news of it ends this process meanwhile
         watch.close(f"rank {watch.rank} could not go on: {error}")
         raise
     watch.close()
@@ -138,8 +138,8 @@ def _begin(
         return None
     start_logging(args, options, group.rank())
     ranks = Ranks(group)
-    lost = Lost(ranks.rank, ending)
-    watch = Watch(ranks, lost, ending.asked.set, hang=options.hang_timeout)
+    end_with_others = EndWithOthers(ranks.rank, ending)
+    watch = Watch(ranks, end_with_others, ending.asked.set, hang=options.hang_timeout)
     try:
         check_model(args)
         if args.draft_model or args.adapter_path:
@@ -152,11 +152,11 @@ def _begin(
         server = None
         if ranks.is_first:
             server = HttpServer(args.host, args.port, options.rules.allowed_hosts, args.allowed_origins)
-        lost.cache = cache = PrefixCache(settings, group=group)
-        opened, turns = cache.stats(), RankTurns(ranks, watch)
+        end_with_others.cache = cache = PrefixCache(settings, group=group)
+        stats_at_open, turns = cache.stats(), RankTurns(ranks, watch)
         provider = Provider(args, options.rules.max_context, RankLoading(ranks, watch))
         generator = Generator(provider, cache, options.before, exact_prefill=options.exact_prefill, turns=turns)
-        return Rank(server, cache, opened, generator, watch)
+        return Rank(server, cache, stats_at_open, generator, watch)
     except BaseException as error:
         watch.close(f"rank {ranks.rank} could not go on: {error}")
         raise
@@ -181,14 +181,14 @@ def _decisive(settings: Settings, args: argparse.Namespace, options: ServeOption
     }
 
 
-def _serve_as_follower(generator: Generator, ending: Ending, opened: Stats, grace: float, watch: Watch) -> None:
+def _serve_as_follower(generator: Generator, ending: Ending, stats_at_open: Stats, grace: float, watch: Watch) -> None:
     """Do what rank 0 does, until it ends."""
     if not is_ready(generator, ending):
         return
-    tell(generator, opened)
+    tell(generator, stats_at_open)
     while generator.thread.is_alive() and not ending.asked.wait(POLL):
         pass
     if not ending.asked.is_set() and not generator.stopped:
         raise ServeFailed(died(generator))
     watch.ask_to_end()
-    generator.thread.join(grace + FOLLOWING)
+    generator.thread.join(grace + FOLLOWER_SECONDS)

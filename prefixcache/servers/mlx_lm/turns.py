@@ -123,8 +123,8 @@ class Turns:
         """Return a request's tokens, as `tokenize` gives them."""
         return tokenize()
 
-    def must(self, what: str, request: Any = None) -> AbstractContextManager[None]:
-        """Within it an exception is the request's alone. `what` says what has failed."""
+    def failure_scope(self, what: str, request: Any = None) -> AbstractContextManager[None]:
+        """Let an exception within the block fail its request alone. `what` says what has failed."""
         return nullcontext()
 
     def begin_alone(self, answers: Answers) -> None:
@@ -134,8 +134,8 @@ class Turns:
         """Return the answer that `begin` gives with these options."""
         return begin(**options)
 
-    def rest(self) -> None:
-        """Hear that the thread does something now that may take any time."""
+    def step_may_take_long(self) -> None:
+        """Hear that the next step of the thread may take any time."""
 
     def stop(self, loop: Loop) -> None:
         """End the loop after its present step."""
