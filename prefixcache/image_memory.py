@@ -22,7 +22,7 @@ import numpy as np
 
 LEAST = 64 << 10  # bytes; smaller ones are the heap's: of the last page half is lost on average
 SLACK = 16  # kept extents are fragmented, so a 16th of the budgets is kept beyond their free bytes
-REGION = 256 << 20  # bytes of address space that are mapped at once, or what the image takes
+REGION = 256 << 20  # bytes of address space that are mapped at once; for a larger image, its size
 SPAN = 1 << 48  # address in the pool = number of the region * SPAN + offset in it; every region is shorter than SPAN
 
 
@@ -71,7 +71,7 @@ class FreeSpace:
         insort(self._sizes, (end - start, start))
 
     def take(self, nbytes: int) -> int | None:
-        """Return where the smallest extent begins that has so many bytes, which are no longer free; None where none has."""
+        """Take so many bytes off the smallest extent that has them. Returns their start, or None if no extent has so many."""
         at = bisect_left(self._sizes, (nbytes, 0))
         if at == len(self._sizes):
             return None
@@ -162,8 +162,8 @@ class Pool:
         self._drain()
 
     def _drain(self) -> None:
-        """Keep what images left, as far as the budgets allow. Does nothing while a thread, maybe this one, has the lock:
-        it calls `_drain` after it has released it.
+        """Keep the memory that images left, as far as the budgets allow. Does nothing while a thread, maybe this one, has
+        the lock: that thread calls `_drain` after it has released it.
         """
         while self._left and self._lock.acquire(blocking=False):
             try:
@@ -188,7 +188,7 @@ class Pool:
             self._kept.add(extent.start, extent.nbytes)
 
     def _release(self, limit: int) -> None:
-        """Give the system what is kept, the smallest extents first, until no more than `limit` bytes are."""
+        """Give kept memory to the system, the smallest extents first, until no more than `limit` bytes are kept."""
         while self._kept and self._kept.nbytes > limit:
             start, nbytes = self._kept.pop_smallest()
             self._regions[start // SPAN].madvise(mmap.MADV_DONTNEED, start % SPAN, nbytes)
@@ -210,7 +210,7 @@ class Pool:
 
 
 class _Buffer(np.ndarray):
-    """What all views of an extent stand on: it goes when the last of them is gone."""
+    """The base of all views of an extent. It puts the extent back when the last of them is gone."""
 
     __slots__ = ("extent",)
     extent: Extent

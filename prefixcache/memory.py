@@ -1,5 +1,5 @@
-"""The machine's memory: how much this process may use, how much of it is free, giving back what it freed, and Python's
-collector of cycles.
+"""The machine's memory: how much this process may use, how much of it is free, how freed memory goes back to the
+system, and Python's garbage collector.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def available_memory() -> int:
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
     ):
         try:
-            room = int((_GROUP / limit).read_text()) - int((_GROUP / current).read_text())
+            left = int((_GROUP / limit).read_text()) - int((_GROUP / current).read_text())
             counts = dict(line.split() for line in (_GROUP / stat).read_text().splitlines())
-            available = min(available, room + int(counts.get(cached, 0)))
+            available = min(available, left + int(counts.get(cached, 0)))
         except (OSError, ValueError):  # no such group, or one without a limit
             continue
     return max(available, 0)

@@ -1,7 +1,7 @@
 """The RAM budget: every byte that the cache is about to use is reserved here first. The graph of blocks keeps its account.
 
-`Budget` counts four things that add up to what is held: images, nodes and slots of the graph, hot prompts, and reservations;
-and of the images those that are queued for a tier below. Who is evicted to make room is `eviction`'s.
+`Budget` counts the bytes held by images, by nodes and slots of the graph, by hot prompts and by reservations, and how many of
+the images' bytes are queued for a tier below. `eviction` chooses the victims.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class BytesHeld(NamedTuple):
 class Budget:
     """A hard limit in bytes. Thread-safe: `_lock` guards the counters; what is held in all never exceeds `bound`.
 
-    `bound` equals `limit`, except after `limit` was lowered below what is held: then it is what is held, and falls with it.
+    `bound` equals `limit`, except after `limit` was lowered below the bytes held: then it equals those, and falls with them.
     """
 
     def __init__(self, limit: int):
@@ -123,7 +123,7 @@ class Budget:
 
 
 class Reservation:
-    """Bytes set aside. What is not spent goes back when the `with` block ends, however it ends."""
+    """Bytes set aside. The unspent ones go back when the `with` block ends, however it ends."""
 
     def __init__(self, budget: Budget, nbytes: int):
         self._budget = budget
@@ -144,7 +144,7 @@ class Reservation:
         return Reservation(self._budget, nbytes)
 
     def release(self, nbytes: int | None = None) -> int:
-        """Give back what is left, or so much of it. Returns how much that was."""
+        """Give back the bytes that are left, or at most `nbytes` of them. Returns how many went back."""
         back = self.left if nbytes is None else min(nbytes, self.left)
         self.left -= back
         self._budget._spend(0, 0, back)
@@ -160,7 +160,7 @@ class Reservation:
 
 
 class Pooled(Reservation):
-    """What is spent counts as reserved until the end, and is booked then, all at once."""
+    """A reservation whose spent bytes count as reserved until the end: then they are booked all at once."""
 
     def __init__(self, budget: Budget, nbytes: int):
         super().__init__(budget, nbytes)

@@ -1,4 +1,4 @@
-"""A codec from what a user wrote, an object, its spec, or text such as "turboquant:4:3"; and from a file's header."""
+"""Makes a codec from a user's setting (an object, its spec, or text such as "turboquant:4:3") or from a file's header."""
 
 from __future__ import annotations
 

@@ -16,13 +16,13 @@ from prefixcache.remote.engine import Engine
 _VALKEY = {"valkey": False, "redis": False, "valkeys": True, "rediss": True}
 _OBJECTS = ("s3", "gs", "az")
 _OPTIONS = {**{scheme: {"db"} for scheme in _VALKEY}, "s3": {"endpoint", "region"}}
-# Where obstore looks for an endpoint. It takes the first one even against what it is told.
+# Variables that obstore reads an endpoint from. The first overrides even the endpoint that it is given.
 _WINS = "AWS_ENDPOINT_URL_S3"
 _ENDPOINTS = (_WINS, "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 
 
 class _EngineUrl(NamedTuple):
-    """What a URL says, checked. `host`: of a server, or the bucket's name; None for a folder."""
+    """The parts of a URL, checked. `host`: of a server, or the bucket's name; None for a folder."""
 
     scheme: str
     host: str | None
@@ -84,7 +84,7 @@ def check_url(url: str, has_key: bool) -> None:
 
 
 def _parse(url: str) -> _EngineUrl:
-    """Return what the URL says. Raise ValueError when it is none that an engine can be made of."""
+    """Return the URL's parts. Raise ValueError for a URL that no engine can be made of."""
     if not url:
         raise ValueError("remote='': empty; write it as valkey://HOST:6379 or s3://BUCKET/PREFIX, or leave it out")
     spaced = url.replace(" ", "") if url.startswith("file:") else url  # folders may have them
@@ -161,7 +161,7 @@ def _checked_bucket(url: str, parts: SplitResult, target: _EngineUrl) -> _Engine
 
 
 def _with_endpoint(url: str, target: _EngineUrl) -> _EngineUrl:
-    """Find which server an S3 URL means, where it is not Amazon's."""
+    """Add the server that an S3 URL means, if it is not Amazon's."""
     told = target.options.get("endpoint")
     forced = os.environ.get(_WINS)
     if told is not None and forced and forced != told:

@@ -47,13 +47,13 @@ QUARANTINE_SHARE = 20  # quarantine may hold a 20th of the limit; beyond that it
 class OpenDirectory:
     """Not thread-safe but for `ledger`, `quarantine`, `move_away`: its user is the writer's thread, or the opener.
 
-    `entries`: what the index had at the opening, until somebody takes it.
+    `entries`: the index's entries at the opening, until somebody takes them.
     """
 
     probe = np.zeros(4096, np.uint8)
 
     def __init__(self, root: str | os.PathLike[str], limit: int, reserve: int | None = None):
-        """`reserve`: what is to stay free on the disk; None: whatever, the disk is not asked."""
+        """`reserve`: bytes of the disk that stay free; None: the disk is not asked."""
         if limit <= 0:
             raise ValueError(f"limit={limit}: give the SSD's size in bytes")
         self.directory = Directory(root)
@@ -161,7 +161,7 @@ class OpenDirectory:
         return self.ledger.used > self.ledger.limit
 
     def note_full(self) -> None:
-        """Note that a file found no room: the directory can't grow, and what is queued needs the room of others."""
+        """Note that a file found no room: the directory can't grow, and queued writes need the room of others."""
         if self._room is not None:
             self._room.note_full(self.ledger.held().real, free_space(self.directory.root))
 
@@ -276,7 +276,7 @@ class OpenDirectory:
 
     @property
     def lost(self) -> str:
-        """Return what of the directory is not what was opened any more, LOCK or a file of the index; "" when all is."""
+        """Return the file that is no longer the one that was opened, LOCK or one of the index's; "" if there is none."""
         if identity_at(self.directory.lock) != self._lock.identity:
             return LOCK
         return self.index.lost

@@ -1,4 +1,4 @@
-"""What waits for the SSD's writer: writes, deletions, touches. A lock and dictionaries, never the disk.
+"""The queue of the SSD's writer: writes, deletions, touches. A lock and dictionaries, never the disk.
 
 The request path ends here; `writer` takes batches from the other side. Also the back-off after an error and the waiting
 of `flush`, because both are about what the queue may take and when it is empty.
@@ -24,7 +24,7 @@ TOUCH_DELAY = 30.0  # seconds that touches may wait for a batch to travel with
 
 
 class Write:
-    """A write on its way. It ends `done`, its row committed and its room settled in the ledger, or with an `error`."""
+    """A write on its way. It ends `done`, its row committed and its file counted in the ledger, or with an `error`."""
 
     __slots__ = ("attempts", "done", "entry", "error", "image", "namespace", "queued_at", "sequence")
 
@@ -37,8 +37,8 @@ class Write:
 
 
 class Removal(NamedTuple):
-    """A deletion on its way. `credit` is what the ledger expects of it. `gone`: the file has left before its row, so that
-    a file which stands at the path by now is a newer one and stays. `counted`: the ledger still counts the file.
+    """A deletion on its way. `credit`: bytes that the ledger expects to become free. `gone`: the file has left before
+    its row, so that a file which stands at the path by now is a newer one and stays. `counted`: the ledger still counts it.
     """
 
     credit: int
@@ -48,7 +48,7 @@ class Removal(NamedTuple):
 
 @dataclass
 class QueuedBatch:
-    """What the writer took. It removes from `removals` and `touches` what is done; the rest comes back."""
+    """A batch that the writer took. It removes from `removals` and `touches` those that are done; the rest comes back."""
 
     removals: dict[Address, Removal]
     writes: list[Write]
@@ -146,7 +146,7 @@ class Queue:
             self._wake.notify()
 
     def _credit(self, entry: Entry, waiting: Write | None) -> int:
-        """Return what the deletion of `entry` will free for sure."""
+        """Return the bytes that the deletion of `entry` will free for sure."""
         if waiting:
             return 0  # its room has just been given back; an older file of that name is not known here
         if entry.address in self._writing:

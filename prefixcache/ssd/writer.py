@@ -119,7 +119,7 @@ class Writer:
             self._told = "", 0.0
 
     def _next(self) -> QueuedBatch | None:
-        """Return the next batch. While none comes: see whether the directory is still there, and what its disk has free."""
+        """Return the next batch. While none comes, check that the directory is still there and how much its disk has free."""
         while not self._queue.wait(DISK_POLL_SECONDS):
             if self._queue.stuck:
                 continue  # the next batch detects it

@@ -25,7 +25,7 @@ class Spilling:
     def __init__(self, state: StorageState, lower: LowerTiers, ram: Ram, *, through: bool):
         """`through`: whether each whole block is written at once."""
         self._state, self._lower, self._ram, self._through = state, lower, ram, through
-        self._backlog: dict[Slot, None] = {}  # with spill="through": what is still to be queued, oldest first
+        self._backlog: dict[Slot, None] = {}  # with spill="through": slots still to be queued, oldest first
         self._entered = 0  # bytes that entered RAM since the last spill ahead
 
     def clear(self) -> None:
@@ -88,12 +88,12 @@ class Spilling:
             slot = next(iter(self._backlog))
             if self._is_dirty(slot) and not tier.spill(slot) and not tier.tier.has_room(slot.nbytes):
                 break  # goes on when a write has ended, or with the next store
-            del self._backlog[slot]  # what the limit has no room for is tried again when RAM evicts it
-        if len(self._backlog) > 2 * len(self._state.graph.slots):  # of a disk that has failed for long
+            del self._backlog[slot]  # an image that the limit has no room for is tried again when RAM evicts it
+        if len(self._backlog) > 2 * len(self._state.graph.slots):  # the disk has failed for long
             self._backlog = {slot: None for slot in self._backlog if self._is_dirty(slot)}
 
     def spill_onward(self, slot: Slot, tier: TierInGraph) -> None:
-        """Spill what is durable in a tier to the one below it."""
+        """Spill an image that is durable in a tier to the one below it."""
         below = self._lower[tier.number :]
         if below and slot.image is not None and not slot.is_in(below[0].number):
             below[0].spill(slot)
@@ -108,10 +108,10 @@ class Spilling:
             return True
         with state.lock:
             failed = tier.tier.failed
-            given: set[Slot] = set()  # once each: what the tier then deletes makes room for others
+            given: set[Slot] = set()  # once each: the tier's deletions then make room for others
             while True:
                 dirty = [s for s in reversed(state.graph.orders[RAM]) if self._is_dirty(s) and s not in given]
-                for slot in dirty:  # what finds the queue full is tried again while the writer makes progress
+                for slot in dirty:  # a slot that finds the queue full is tried again while the writer makes progress
                     if tier.spill(slot):
                         given.add(slot)
                     elif state.budget.held().queued:
@@ -124,12 +124,12 @@ class Spilling:
         return tier.tier.flush(max(deadline - time.monotonic(), 0.01), since=failed)
 
     def unwritten(self) -> list[Slot]:
-        """Return what RAM alone has, with what waits for a write."""
+        """Return the slots that RAM alone has, with those that wait for a write."""
         with self._state.lock:
             return [slot for slot in self._state.graph.slots.values() if slot.tiers == 1 << RAM]
 
     def flush_recency(self) -> None:
-        """Tell the indexes what was used since they last heard."""
+        """Tell the indexes which images were used since they last heard."""
         with self._state.lock:
             recency = self._state.graph.recency
             for tier in self._lower if recency.unflushed else ():

@@ -45,8 +45,8 @@ class TierInGraph:
     # -- opening ------------------------------------------------------------------------------------------------------
 
     def load(self, entries: list[Entry], reservation: Reservation) -> None:
-        """Read the tier's index into the graph: as many of the newest entries as the reservation holds. What RAM has already
-        is newer than all of them.
+        """Read the tier's index into the graph: as many of the newest entries as the reservation holds. Images that are in
+        RAM already are newer than all of them.
         """
         graph, newest = self._state.graph, self.tier.max_tick()
         oldest = _oldest_within(entries, reservation.left, graph.slot_bytes)
@@ -61,7 +61,7 @@ class TierInGraph:
         self.unindexed = dict(sorted(self.unindexed.items(), key=lambda item: (item[1].used, -item[1].start)))
 
     def finish_load(self, loaded: int) -> None:
-        """Delete what is above the limit after `load`, of so many entries, and say how much is not indexed."""
+        """Delete images beyond the limit after `load` of so many entries, and log how many are not indexed."""
         self._enforce_limit()
         if self.unindexed:
             log.warning(
@@ -129,7 +129,7 @@ class TierInGraph:
 
     def _make_room(self, nbytes: int, slot: Slot | None = None, spilled: Slot | None = None) -> bool:
         """Delete the least recent images for `nbytes`. For a `slot` to be written, which `spilled` depends on or is: only
-        what is less recent than both, and nothing that is indexed unless it makes enough.
+        images less recent than both, and no indexed ones unless that makes room enough.
         """
         tier, graph = self.tier, self._state.graph
         while (missing := tier.used + nbytes - tier.limit) > 0:
@@ -174,7 +174,7 @@ class TierInGraph:
     # -- written and deleted ------------------------------------------------------------------------------------------
 
     def spill(self, slot: Slot) -> bool:
-        """Queue an image, what it depends on first. False when the queue or the tier has no room for all."""
+        """Queue an image, those that it depends on first. False when the queue or the tier has no room for all."""
         chain = self._with_parents(slot)
         pinned = self._state.graph.pin(chain)
         try:
@@ -183,7 +183,7 @@ class TierInGraph:
             self._state.graph.unpin(pinned)
 
     def missing(self, slot: Slot) -> list[Slot]:
-        """Return what must be written for the tier to have a slot's image, what it depends on first."""
+        """Return the slots to write for the tier to have a slot's image, those that it depends on first."""
         return [required for required in self._with_parents(slot) if not self.has(required)]
 
     def delete(self, slot: Slot) -> None:
@@ -312,7 +312,7 @@ class LowerTiers(list[TierInGraph]):
 
 
 def entry_of(slot: Slot) -> Entry:
-    """Return what an index is to know of a slot."""
+    """Return a slot's entry for an index."""
     node, parent = slot.node, slot.node.parent
     assert node.tree is not None
     tokens, start, above = slot.suffix, node.end, node.key
@@ -348,13 +348,13 @@ def index_costs(entries: list[Entry], slot_bytes: int) -> list[int]:
     return [slot_bytes + len(e.tokens) + (NODE_BYTES if e.kind == ROWS else 0) for e in entries]
 
 
-def _oldest_within(entries: list[Entry], room: int, slot_bytes: int) -> int:
-    """Return the tick from which on the newest entries fit into `room` bytes of nodes."""
+def _oldest_within(entries: list[Entry], nbytes: int, slot_bytes: int) -> int:
+    """Return the tick from which on the newest entries fit into `nbytes` of nodes."""
     costs = index_costs(entries, slot_bytes)
-    if sum(costs) <= room:
+    if sum(costs) <= nbytes:
         return 0
     for used, cost in sorted(zip((e.used for e in entries), costs, strict=True), reverse=True):
-        room -= cost
-        if room < 0:
+        nbytes -= cost
+        if nbytes < 0:
             return used + 1
     return 0

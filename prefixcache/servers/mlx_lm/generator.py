@@ -99,7 +99,7 @@ class Generator:
         self.turns.stop(self.loop)
 
     def wait_for_stores(self, seconds: float) -> bool:
-        """Wait until the loop has stored what it has answered so far: a client has its answer before that. False where it
+        """Wait until the loop has stored what it has answered so far: a client has its answer before that. False if it
         was busy with a step for so long.
         """
         before, until = self._polls, time.monotonic() + seconds
@@ -153,8 +153,8 @@ class Generator:
         return self.turns.stream(self._stream, options)
 
     def _stream(self, *, prompt: Sequence[int], **options: Any) -> Iterator[Any]:
-        """Answer a request that is served by itself: `prompt` is what its lookup has left of it. Where the model fails on
-        what the lookup gave, all of the request is computed.
+        """Answer a request that is served by itself: `prompt` are the tokens beyond its hit. If the model fails on the
+        hit's layers, all of the request is computed.
         """
         request: TokenizedRequest = request_of(prompt)
         depth, begun = len(request.tokenized[0]) - len(prompt), False
@@ -173,7 +173,7 @@ class Generator:
         yield from self._stream_rest(request, 0, **{**options, **anew})
 
     def _from_the_start(self, request: TokenizedRequest, layers: list[Any]) -> dict[str, Any]:
-        """Return what a request is computed from without a hit. `layers`, which mlx-lm stores in the end, become new ones."""
+        """Return the options to compute a request with no hit. `layers`, which mlx-lm stores in the end, become new ones."""
         nets = self.model_provider.nets
         layers[:] = [layer for net in nets for layer in make_prompt_cache(net)]
         tokens = list(request.tokenized[0])
@@ -287,7 +287,7 @@ class Generator:
         return item
 
     def _waits_for(self, request: Any, tokenized: TokenizedRequest, answers: Answers) -> Wait | Awaited | None:
-        """Return what a request waits for. None: it waits for nothing, and is under way from here on."""
+        """Return a request's wait. None: it waits for nothing, and is under way from here on."""
         prompt, request_log = tokenized.prompt, _log_of(request)
         match = self.prompts.promotions.match(prompt)
         if request_log.depths is None:
@@ -373,7 +373,7 @@ def _cached_tokens(tokenized: Any) -> Sequence[int]:
 
 
 def _rows_suffix(args: Any) -> str:
-    """Return what --kv-bits makes of rows. A server without it can't batch them, so their names must differ."""
+    """Name the form that --kv-bits gives rows. A server without it can't batch them, so their names must differ."""
     bits = getattr(args, "kv_bits", None)  # mlx-lm 0.31 has none
     return "" if bits is None else f"|kv-bits {bits}/{args.kv_group_size} from {args.quantized_kv_start}"
 

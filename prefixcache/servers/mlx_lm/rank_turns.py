@@ -95,7 +95,7 @@ class RankLoading(Loading):
 
 
 class RankTurns(Turns):
-    """What one rank decides before each step, in step with the others. Made on the thread that runs the loop: the ranks have
+    """Decides for one rank before each step, in step with the others. Made on the thread that runs the loop: the ranks have
     agreed on things there.
     """
 
@@ -219,8 +219,8 @@ class RankTurns(Turns):
 
 
 def _packed(of: Requests, queue: Any, request: Any, args: Any) -> bytes | None:
-    """Return what the other ranks are told of a request: itself without what is only rank 0's, and its tokens. None, and the
-    request is answered, where that can't be.
+    """Return a request for the other ranks, pickled: without the attributes that are rank 0's alone, with its tokens. If that
+    can't be, answer the request with an error and return None.
     """
     bare = copy.copy(request)
     for name in ("request_log", "tokenized", "early_tokens", "answers"):

@@ -182,7 +182,7 @@ def _decisive(settings: Settings, args: argparse.Namespace, options: ServeOption
 
 
 def _serve_as_follower(generator: Generator, ending: Ending, stats_at_open: Stats, grace: float, watch: Watch) -> None:
-    """Do what rank 0 does, until it ends."""
+    """Take the steps that rank 0 takes, until it ends."""
     if not is_ready(generator, ending):
         return
     tell(generator, stats_at_open)

@@ -1,5 +1,5 @@
-"""When a request's turn comes: what it waits for, how often the loop asks for the next one, and what of this hangs on there
-being one process (`Turns`) or several (`rank_turns.RankTurns`).
+"""When a request's turn comes: its wait, how often the loop asks for the next one, and how one process (`Turns`) or several
+(`rank_turns.RankTurns`) decide this.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Wait(NamedTuple):
 
 
 class DeferredRequest(NamedTuple):
-    """A request, and what it waits for."""
+    """A request and its wait."""
 
     item: Any
     wait: Wait | Awaited
@@ -73,7 +73,7 @@ class IdlePool:
 
 
 class Requests(Protocol):
-    """What `Turns` ask of the generator whose requests they take."""
+    """The part of the generator that `Turns` use."""
 
     model_provider: Provider
     prompt_tokenizer: PromptTokenizer
@@ -83,7 +83,7 @@ class Requests(Protocol):
 
 
 class Turns:
-    """What the thread that generates decides before each step, as one process decides it: by itself.
+    """Decides for the thread that generates, before each step, as one process decides: by itself.
 
     `seconds`: of steps before the loop asks for a request again. `thread`: runs the loop; None for one of its own.
     `is_first`: clients are answered here.
@@ -94,7 +94,7 @@ class Turns:
     is_first = True
 
     def name_part(self, model_key: Any, model: Any) -> str:
-        """Return what stands behind the identity of a model, just loaded, in the name of its prompts."""
+        """Return the suffix of a just loaded model's identity in the name of its prompts."""
         return ""
 
     def begin_poll(self, timeout: float | None, *, deferred: bool) -> float | None:
@@ -102,7 +102,7 @@ class Turns:
         return timeout
 
     def take(self, of: Requests, timeout: float | None) -> Any:
-        """Return what a client has sent, as `(queue, request, args)`, or None. `timeout`: as `begin_poll` gives it."""
+        """Return a client's request, as `(queue, request, args)`, or None. `timeout`: as `begin_poll` gives it."""
         with suppress(Empty):
             return of.requests.get(block=timeout is not None, timeout=timeout)
         return None
