@@ -45,14 +45,10 @@ class Budget:
             return BytesHeld(self._images, self._queued, self._nodes, self._reserved, self._hot)
 
     @property
-    def _total(self) -> int:
-        return self._images + self._nodes + self._reserved + self._hot
-
-    @property
     def room(self) -> int:
         """Return the bytes that could be reserved now; below 0 while more is held than a lowered limit allows."""
         with self._lock:
-            return self.limit - self._total
+            return self.limit - self._images - self._nodes - self._reserved - self._hot
 
     def for_images(self) -> ForImages:
         """Return the bytes that images may take, and those that they take. It takes no lock: images die at any moment."""
@@ -66,7 +62,7 @@ class Budget:
     def reserve(self, nbytes: int, *, pooled: bool = False) -> Reservation | None:
         """Set `nbytes` aside, all or nothing: None when they don't fit. `pooled`: to be spent in very many parts."""
         with self._lock:
-            total = self._total + nbytes
+            total = self._images + self._nodes + self._reserved + self._hot + nbytes
             if total > self.limit:
                 self.denied += 1
                 return None
@@ -110,7 +106,7 @@ class Budget:
         assert held.total <= self.bound, (held, self.bound)
 
     def _update_bound(self) -> None:
-        self.bound = max(self.limit, self._total)
+        self.bound = max(self.limit, self._images + self._nodes + self._reserved + self._hot)
 
     def _spend(self, images: int, nodes: int, back: int, hot: int = 0) -> None:
         with self._lock:
