@@ -208,7 +208,7 @@ class Machine(Simulation):
             self._there[slot.node.key].add((slot.kind, slot.key))
             storage.drop_superseded(slot)
         storage.spilling.ahead(sum(slot.nbytes for slot in landed))
-        self.settle()
+        self.run_writer()
 
     def _beyond(self, prompt: Prompt, local: Deepest) -> list[tuple[RemoteImage, bytes]]:
         """Return what the remote has beyond the local depth, with the tokens of its block or snapshot: parents first."""

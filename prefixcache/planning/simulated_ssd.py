@@ -1,7 +1,7 @@
 """The SSD of a simulation: the cache's own queue and ledger, and in place of the disk an account of sizes.
 
-It is a `Tier`, as `prefixcache.ssd.Ssd` is. Nothing happens by itself: `settle` is the writer's turn, and whoever runs the
-simulation says when that is. Reads answer at once.
+It is a `Tier`, as `prefixcache.ssd.Ssd` is. Nothing is written by itself: the simulation calls `run_writer`
+for the writer's turn. Reads answer at once.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Done:
 
 
 class SimulatedSsd:
-    """`written` as `Ssd` has it, called by `settle`. `written_bytes` are of files alone, as in `SsdStats`."""
+    """`written` as `Ssd` has it, called by `run_writer`. `written_bytes` are of files alone, as in `SsdStats`."""
 
     name = "ssd"
 
@@ -121,12 +121,12 @@ class SimulatedSsd:
         return 0
 
     def flush(self, timeout: float | None = None, since: int | None = None) -> bool:
-        self.settle()
+        self.run_writer()
         return True
 
     # The writer's turn
 
-    def settle(self) -> None:
+    def run_writer(self) -> None:
         """Do and report all that waits, in the writer's order: deletions, then writes."""
         while self._busy:
             self._busy = False

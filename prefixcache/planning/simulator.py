@@ -123,7 +123,7 @@ class SizeMaker:
 
     def make(self, jobs: list[ImageJob]) -> list[Any]:
         if self._ssd is not None:
-            self._ssd.settle()
+            self._ssd.run_writer()
         images = []
         for job in jobs:
             size: Any = job.blueprint
@@ -140,12 +140,12 @@ class SizeMaker:
 class WriterTurn(Condition):
     """A storage's condition: to wait for it is to let the simulated writer work."""
 
-    def __init__(self, lock: Any, settle: Callable[[], None]):
+    def __init__(self, lock: Any, run_writer: Callable[[], None]):
         super().__init__(lock)
-        self._settle = settle
+        self._run_writer = run_writer
 
     def wait(self, timeout: float | None = None) -> bool:
-        self._settle()
+        self._run_writer()
         return True
 
 
@@ -183,7 +183,7 @@ class Simulation:
         self.ssd: SimulatedSsd | None = None
         tiers = last_tier(cell) + len(more)
         self.storage = storage = Storage(
-            settings, settings.ram_bytes(0), tiers, partial(WriterTurn, settle=self.settle)
+            settings, settings.ram_bytes(0), tiers, partial(WriterTurn, run_writer=self.run_writer)
         )
         if isinstance(codec, Calibrated) and reserve_basis(storage, codec.basis, 0) is None:
             codec = codec.otherwise
@@ -228,14 +228,14 @@ class Simulation:
         assert deepest is not None
         if deepest.depth > hit_depth(deepest.walk, RAM, len(prompt)):
             promote(self.storage, prompt, 0, source=self.source)
-            self.settle()
+            self.run_writer()
 
     def rest(self, since: float, until: float) -> None:
         """Let time pass: nobody asks between these two times (seconds)."""
         if until - since > LOOKS * PERIOD:
             self._now = since
             while self._idle.write():
-                self.settle()
+                self.run_writer()
 
     def used(self, hit: Hit) -> None:
         """See a hit, pinned now: a fleet's machine does something with it."""
@@ -243,12 +243,12 @@ class Simulation:
     def store(self, prompt: Prompt) -> None:
         """Keep what is new of a prompt."""
         StoreCall(self.storage, self.namespace, prompt, len(prompt), self._maker.begin(len(prompt))).run()
-        self.settle()
+        self.run_writer()
 
-    def settle(self) -> None:
+    def run_writer(self) -> None:
         """Give the SSD's writer its turn."""
         if self.ssd is not None:
-            self.ssd.settle()
+            self.ssd.run_writer()
 
     def check_integrity(self) -> None:
         """Raise AssertionError when an invariant of the graph or of the budget does not hold."""
@@ -327,7 +327,7 @@ class Prompts:
     def token_bytes(self, request: Request) -> bytes:
         """Return the request's tokens (raw int64 bytes)."""
         if request.call != "request" or request.grown:
-            self._settle(request)
+            self._assign_owners(request)
         grown = self._grown
         if grown.keys().isdisjoint(request.ids):
             return tokens_of(request, self._block)
@@ -341,7 +341,7 @@ class Prompts:
                 start = end
         return _joined(owners, counts, request.tokens)
 
-    def _settle(self, request: Request) -> None:
+    def _assign_owners(self, request: Request) -> None:
         for index, tail, tokens in request.grown:
             block_id = request.ids[index]
             if block_id not in self._settled:
