@@ -46,7 +46,7 @@ class EngineCalls:
 
     @property
     def takes_writes(self) -> bool:
-        """Tell whether images may be sent: neither reading nor writing has failed. To send, it is asked first what it has."""
+        """Tell whether images may be sent: neither reading nor writing has failed. A sender first asks what is there."""
         return self.writing.closed and self.reading.closed
 
     @property

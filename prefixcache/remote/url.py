@@ -162,11 +162,11 @@ def _checked_bucket(url: str, parts: SplitResult, target: _EngineUrl) -> _Engine
 
 def _with_endpoint(url: str, target: _EngineUrl) -> _EngineUrl:
     """Add the server that an S3 URL means, if it is not Amazon's."""
-    told = target.options.get("endpoint")
+    stated = target.options.get("endpoint")
     forced = os.environ.get(_WINS)
-    if told is not None and forced and forced != told:
+    if stated is not None and forced and forced != stated:
         raise _refused(url, f"{_WINS} is set to another endpoint, and obstore would use that", f"unset {_WINS}")
-    endpoint = told or next((value for name in _ENDPOINTS if (value := os.environ.get(name))), None)
+    endpoint = stated or next((value for name in _ENDPOINTS if (value := os.environ.get(name))), None)
     if endpoint is None:
         return target
     try:

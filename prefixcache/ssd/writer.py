@@ -41,8 +41,8 @@ class WriterEvents(NamedTuple):
 
     `written` hears once of each accepted write: with None after the row is committed (the entry then has its real `disk`),
     else with the error (`Cancelled` for one deleted before its turn). `recreated` is given the images that the directory has
-    when it was opened anew: it was gone, its disk came back, its index was lost or damaged. `shrunk` deletes what is to go
-    when the limit fell below what is used, or a write found the disk full, and returns whether it could.
+    when it was opened anew: it was gone, its disk came back, its index was lost or damaged. `shrunk` deletes images
+    when the limit fell below the bytes in use, or a write found the disk full, and returns whether it could.
     """
 
     written: Callable[[Entry, Exception | None], None]
@@ -222,8 +222,8 @@ class Writer:
         """Delete rows, committed, and then files: what a crash leaves is a file, which the next opening takes in.
 
         Where the index can't be written, on a full disk or because somebody reads it and does not end, files go first: that
-        takes no room, and makes some. Takes out of `removals` what is done; rows that still can't be deleted stay there, and
-        the last error is raised.
+        takes no room, and makes some. Takes the removals that are done out of `removals`; rows that still can't be deleted
+        stay there, and the last error is raised.
         """
         directory, ledger, index = self._opened.directory, self._opened.ledger, self._opened.index
         failed: Exception | None = None
@@ -265,7 +265,7 @@ class Writer:
                 self._opened.note_folders([folder])
 
     def _account(self, removal: Removal, row: Row | None) -> Removal:
-        """Count a file or its row that has left, whichever was first, and return what is left of its removal."""
+        """Count the deletion of a file or its row, whichever was first, and return the rest of its removal."""
         self._opened.ledger.count_deleted(row.disk if row is not None and removal.counted else None, removal.credit)
         return Removal(0, gone=True, counted=False)
 

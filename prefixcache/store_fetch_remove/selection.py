@@ -33,7 +33,9 @@ class Selection(NamedTuple):
 
 
 def selected_namespaces(namespaces: list[NamespaceRow], selection: Selection) -> dict[bytes, NamespaceRow]:
-    """Those that the selection means, by root key; all where it names none. NoSuchNamespace where there is none of it."""
+    """Return the selected namespaces by root key: all if the selection names no model and no namespace. Raises
+    NoSuchNamespace if a name fits none or several.
+    """
     if selection.model is not None:
         model = model_meant(selection.model, [namespace.model for namespace in namespaces])
         namespaces = [namespace for namespace in namespaces if namespace.model == model]
@@ -49,17 +51,18 @@ def selected_namespaces(namespaces: list[NamespaceRow], selection: Selection) ->
 
 
 def model_meant(name: str, models: Iterable[str]) -> str:
-    """The one of `models` that `name` means: itself, or the one of `name@hash`, which is how `model_identity` calls it.
-    NoSuchNamespace, which lists them, where there is none or there are several.
+    """Return the one of `models` that `name` means: itself, or the one of `name@hash`, as `model_identity` names models.
+    Raises NoSuchNamespace, which lists them, if there is none or there are several.
     """
     known = sorted(set(models))
     if name in known:
         return name
-    found = [model for model in known if model.partition("@")[0] == name]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        raise NoSuchNamespace(f"model {name!r}: {len(found)} models have that name; give one whole: {_listed(found)}")
+    namesakes = [model for model in known if model.partition("@")[0] == name]
+    if len(namesakes) == 1:
+        return namesakes[0]
+    if namesakes:
+        several = f"{len(namesakes)} models have that name; give one whole: {_listed(namesakes)}"
+        raise NoSuchNamespace(f"model {name!r}: {several}")
     there = f"there are {_listed(known)}" if known else "the index is empty"
     raise NoSuchNamespace(f"model {name!r}: nothing is of that model; {there}")
 

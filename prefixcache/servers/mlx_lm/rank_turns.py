@@ -141,20 +141,20 @@ class RankTurns(Turns):
 
     def take(self, of: Requests, timeout: float | None) -> Any:
         """Return rank 0's request on every rank, with its tokens, if the model that it asks for is loaded."""
-        told: bytes | str | None = None
+        message: bytes | str | None = None
         item: Any = super().take(of, timeout) if self.is_first else None
         if item is not None and item[0] is WAKE:
             item = None
         if self.is_first:
-            told = END if self._ending else _packed(of, *item) if item is not None else None
-        told = self._ranks.from_first(told)
-        if not isinstance(told, bytes):
-            if told == END:
+            message = END if self._ending else _packed(of, *item) if item is not None else None
+        message = self._ranks.from_first(message)
+        if not isinstance(message, bytes):
+            if message == END:
                 of.loop.stop()
             if of.loop.stopped and item is not None:
                 of.requests.put(item)  # it is told that the server ends
             return None
-        request, args, tokens = pickle.loads(told)
+        request, args, tokens = pickle.loads(message)
         queue: Any = Queue()
         if item is not None:
             queue, request, args = item
@@ -164,8 +164,8 @@ class RankTurns(Turns):
     def first_over(self, waits: list[Any]) -> int | None:
         """Return the place of the first wait that is over on every rank, or that is too long for rank 0."""
         late = [self.is_first and time.monotonic() >= wait.until for wait in waits]
-        told = self._ranks.most(*(int(not wait.done()) for wait in waits), *map(int, late))
-        ends = zip(told, told[len(waits) :], strict=False)
+        greatest = self._ranks.most(*(int(not wait.done()) for wait in waits), *map(int, late))
+        ends = zip(greatest, greatest[len(waits) :], strict=False)
         return next((place for place, (waiting, too_late) in enumerate(ends) if not waiting or too_late), None)
 
     def awaited(self, find: Callable[[], Awaited | None]) -> Wait | Awaited | None:
