@@ -470,6 +470,7 @@ class PrefixCache:
         self, prompt: Prompt, leave: int, room: int | None, read_ahead: ReadAhead | None
     ) -> tuple[list[Any] | None, int]:
         """Return the deepest prompt cache that RAM has, and its tokens; (None, 0) on a miss."""
+        self._check_open()
         if (hot := hot_hit(self._storage, prompt, leave)) is not None:
             return hot.state.layers(hot.depth), hot.depth
         hit = self._find(prompt, leave)
