@@ -15,6 +15,8 @@ import numpy as np
 
 from prefixcache.blocks.budget import Budget, Reservation
 
+MOST = 64  # prompts: a fetch looks at each
+
 
 class DecodedState(Protocol):
     """Layer caches that nobody changes, of all tokens of a hot prompt."""
@@ -61,10 +63,12 @@ class HotPrompts:
         return {hot.root for hot in self._prompts.values()}
 
     def add(self, hot: HotPrompt, reservation: Reservation) -> None:
-        """Keep a prompt, whose bytes are reserved. One that it goes on from is not kept any longer."""
+        """Keep a prompt, whose bytes are reserved. One that it goes on from is not kept any longer, nor more than `MOST`."""
         for other in list(self.of(hot.root)):
             if len(other.ids) <= len(hot.ids) and np.array_equal(other.ids, hot.ids[: len(other.ids)]):
                 self.drop(other)
+        if len(self) >= MOST:
+            self.evict()
         reservation.spend(hot=hot.nbytes)
         self.nbytes += hot.nbytes
         self._prompts[id(hot.state)] = hot

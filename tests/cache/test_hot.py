@@ -11,6 +11,7 @@ from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache
 
 from prefixcache import PrefixCache
 from prefixcache.layers.image_layout import live_arrays
+from prefixcache.tiers.hot import MOST
 from tests.models import states
 from tests.models.states import prompt
 
@@ -238,3 +239,12 @@ def test_a_device_with_memory_of_its_own_has_a_budget_of_its_own(monkeypatch):
         assert cache.stats().hot_bytes == stats.hot_bytes
         cache.clear()
         assert cache.stats().hot_bytes == 0
+
+
+def test_a_fetch_looks_at_a_bounded_number_of_them(cache):
+    for seed in range(MOST + 5):
+        plain(cache, prompt(seed, 20))
+    assert cache.stats().hot_prompts == MOST
+    for seed in (4, MOST + 4):  # the oldest has left
+        cache.fetch([*prompt(seed, 20), 1], model="m")
+    assert hot_tokens(cache) == 20
