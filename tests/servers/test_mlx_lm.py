@@ -220,7 +220,7 @@ def test_trim_to_counts_prompt_caches_and_not_what_stands_beside_them(prompts_op
     prompts.trim_to(n_bytes=held)
     assert prompts.nbytes == held
     prompts.trim_to(n_bytes=held - 1)
-    assert held - 80_000 < prompts.nbytes < held  # a hot prompt
+    assert held - 90_000 < prompts.nbytes < held  # a hot prompt
 
 
 def test_weights_are_looked_at_again_when_their_files_changed_and_not_each_time_models_take_turns(
