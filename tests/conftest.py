@@ -105,3 +105,12 @@ def opened(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[
     for cache in caches:  # a writer that a test kept from ending in time would go on, and log, in the next one
         if cache._ssd is not None:
             cache._ssd._writer._thread.join(60)
+
+
+@pytest.fixture
+def key_file(tmp_path: Path) -> Path:
+    """A file with the key that seals what machines share."""
+    file = tmp_path / "fleet.key"
+    file.write_text("5a" * 32)
+    file.chmod(0o600)
+    return file

@@ -7,9 +7,7 @@ import socket
 import ssl
 import threading
 from contextlib import suppress
-from pathlib import Path
 
-import pytest
 from typer.testing import CliRunner
 from valkey import Valkey
 
@@ -20,14 +18,6 @@ from tests.remote.fleet import sent
 from tests.remote.servers import certificates, free_port, valkey_server
 
 LONG = list(range(1000))
-
-
-@pytest.fixture
-def key_file(tmp_path: Path) -> Path:
-    file = tmp_path / "fleet.key"
-    file.write_text("5a" * 32)
-    file.chmod(0o600)
-    return file
 
 
 def inspect(*arguments: object) -> tuple[int, str]:

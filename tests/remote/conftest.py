@@ -37,14 +37,6 @@ class Place(NamedTuple):
 
 
 @pytest.fixture
-def key_file(tmp_path: Path) -> Path:
-    file = tmp_path / "fleet.key"
-    file.write_text("5a" * 32)
-    file.chmod(0o600)
-    return file
-
-
-@pytest.fixture
 def open_machine(key_file: Path) -> Iterator[Callable[..., PrefixCache]]:
     """Opens the cache of a machine. At the end each is checked and closed."""
     caches: list[PrefixCache] = []

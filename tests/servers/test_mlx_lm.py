@@ -219,8 +219,14 @@ def test_trim_to_counts_prompt_caches_and_not_what_stands_beside_them(prompts_op
     held = prompts.nbytes
     prompts.trim_to(n_bytes=held)
     assert prompts.nbytes == held
+    before = prompts.cache.stats()
     prompts.trim_to(n_bytes=held - 1)
-    assert held - 90_000 < prompts.nbytes < held  # a hot prompt
+    after = prompts.cache.stats()
+    assert (after.hot_prompts, after.ram_images) == (before.hot_prompts - 1, before.ram_images)  # these leave first
+    assert prompts.nbytes == held - before.ram_hot // before.hot_prompts
+    prompts.trim_to(n_bytes=after.ram_images)
+    assert prompts.cache.stats().ram_hot == 0
+    assert after.ram_images - 60_000 < prompts.nbytes <= after.ram_images
 
 
 def test_weights_are_looked_at_again_when_their_files_changed_and_not_each_time_models_take_turns(
