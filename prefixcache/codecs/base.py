@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 import mlx.core as mx
 
 from prefixcache.codecs.interchange import Array
-from prefixcache.codecs.levels import Levels, PackedLevels
+from prefixcache.codecs.levels import LazyLevels, Levels
 
 
 class Plane(NamedTuple):
@@ -57,12 +57,12 @@ class Decoding(NamedTuple):
 
 
 class EncodedBlocks(NamedTuple):
-    """Blocks of a prompt, encoded: planes (blocks, tokens, heads, ...); levels (blocks, heads, width) where those were
-    measured; what `decode` gives, (heads, blocks * tokens, width), where it was asked for.
+    """Blocks of a prompt, encoded, lazily on a GPU: planes (blocks, tokens, heads, ...); levels (blocks, heads, width) where
+    those were measured; what `decode` gives, (heads, blocks * tokens, width), where it was asked for.
     """
 
-    planes: list[Array]
-    levels: PackedLevels | None
+    planes: Sequence[mx.array | Array]
+    levels: LazyLevels | None
     decoded: mx.array | None
 
 
@@ -115,6 +115,12 @@ class RowCodec(Protocol):
         """Decode on MLX's default device: planes (tokens, heads, ...) -> (heads, capacity, width), zero from `tokens` on."""
         ...
 
+    def decode_blocks(self, planes: Sequence[mx.array], levels: LazyLevels | None) -> mx.array:
+        """Decode blocks of equally many tokens on MLX's default device, lazily: planes (blocks, tokens, heads, ...), levels
+        (blocks, heads, width) -> (heads, blocks * tokens, width). Planes are unsigned integers.
+        """
+        ...
+
     def decode_all(self, batch: Sequence[Decoding]) -> None:
         """Decode each of the batch on the CPU."""
         ...
@@ -140,6 +146,12 @@ def side_by_side(rows: mx.array, blocks: int) -> mx.array:
     """Lay (heads, blocks * tokens, width) -> (tokens, heads * blocks, width): to a kernel other blocks are more heads."""
     heads, count, width = rows.shape
     return mx.swapaxes(rows.reshape(heads * blocks, count // blocks, width), 0, 1)
+
+
+def heads_first(rows: mx.array) -> mx.array:
+    """Lay (blocks, heads, tokens, width) -> (heads, blocks * tokens, width)."""
+    blocks, heads, tokens, width = rows.shape
+    return mx.swapaxes(rows, 0, 1).reshape(heads, blocks * tokens, width)
 
 
 def encode_blocks(codec: RowCodec, rows: mx.array, blocks: int, levels: Levels | None, decoded: bool) -> EncodedBlocks:

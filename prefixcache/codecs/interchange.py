@@ -6,11 +6,16 @@ nothing here knows rows or codes. The only module where arrays cross: called by 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
+
+from prefixcache.codecs import pinned
+from prefixcache.codecs.threads import SHARE, WORTH_A_THREAD, share_out
 
 Array = npt.NDArray[Any]
 
@@ -87,7 +92,24 @@ def borrow(array: mx.array) -> Array:
 
 def copy_out(array: mx.array) -> Array:
     """Evaluate `array` and return a contiguous NumPy copy of it, owned by the caller."""
-    return np.array(borrow(array), order="C", copy=True)
+    copy = np.empty(array.shape, element(name_of(array.dtype)).numpy)
+    copy_into(array, [copy.reshape(-1)])
+    return copy
+
+
+def copy_into(array: mx.array | Array, targets: Sequence[Array]) -> None:
+    """Copy an array's elements, in C order, into arrays of its element type that take them one after the other."""
+    if isinstance(array, mx.array) and pinned.takes(array.nbytes, targets):
+        pinned.from_gpu(array, targets)
+        return
+    elements = (borrow(array) if isinstance(array, mx.array) else array).reshape(-1)
+    ends = list(accumulate(target.size for target in targets))
+
+    def copy(first: int, last: int) -> None:
+        for target, end in zip(targets[first:last], ends[first:last], strict=True):
+            target[...] = elements[end - target.size : end].reshape(target.shape)
+
+    share_out(len(targets), 1, elements.nbytes // WORTH_A_THREAD, copy)
 
 
 def bring_in(array: Array, dtype: str) -> mx.array:
@@ -95,8 +117,29 @@ def bring_in(array: Array, dtype: str) -> mx.array:
     kind = element(dtype)
     if array.size == 0:
         return mx.zeros(array.shape, kind.mlx)
+    if pinned.takes(array.nbytes, [array]):
+        return pinned.to_gpu([array]).view(kind.mlx).reshape(array.shape)
     _, carrier = _CARRIERS[kind.numpy.itemsize]
     return mx.array(np.asarray(array, order="C").view(carrier)).view(kind.mlx)
+
+
+def bring_in_stacked(arrays: Sequence[Array]) -> mx.array:
+    """Return arrays of one shape and element type as one, (arrays, *shape) of unsigned integers of that size: a copy."""
+    shape = (len(arrays), *arrays[0].shape)
+    carrier, carried = _CARRIERS[arrays[0].itemsize]
+    nbytes = sum(array.nbytes for array in arrays)
+    if not nbytes:
+        return mx.zeros(shape, carrier)
+    if pinned.takes(nbytes, arrays):
+        return pinned.to_gpu(arrays).view(carrier).reshape(shape)
+    stacked = np.empty(shape, arrays[0].dtype)
+
+    def copy(first: int, last: int) -> None:
+        for number in range(first, last):
+            stacked[number] = arrays[number]
+
+    share_out(len(arrays), max(1, SHARE * len(arrays) // nbytes), nbytes // WORTH_A_THREAD, copy)
+    return mx.array(stacked.view(carried))
 
 
 def writable(shape: tuple[int, ...], dtype: str) -> tuple[mx.array, Array]:

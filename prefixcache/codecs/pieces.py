@@ -44,6 +44,14 @@ class Piece(NamedTuple):
     def end(self) -> int:
         return self.at + self.tokens
 
+    def since(self, row: int) -> Piece:
+        """Return the same without rows of the buffer before `row`."""
+        skipped = min(max(row - self.at, 0), self.tokens)
+        if not skipped:
+            return self
+        rows = self.rows[:, skipped:] if self.rows is not None else None
+        return self._replace(planes=tuple(plane[skipped:] for plane in self.planes), at=self.at + skipped, rows=rows)
+
     def is_followed_by(self, other: Piece) -> bool:
         """Tell whether both can be decoded in one launch: neighbours of one codec, with levels only where equally long."""
         if (self.codec, self.end) != (other.codec, other.at) or self.rows is not None or other.rows is not None:

@@ -12,9 +12,18 @@ from typing import Any, ClassVar
 import mlx.core as mx
 import numpy as np
 
-from prefixcache.codecs.base import Decoding, EncodedBlocks, Encoding, Plane, RowCodec, Stream, encode_blocks
+from prefixcache.codecs.base import (
+    Decoding,
+    EncodedBlocks,
+    Encoding,
+    Plane,
+    RowCodec,
+    Stream,
+    encode_blocks,
+    heads_first,
+)
 from prefixcache.codecs.interchange import Array, bring_in, check_capacity, check_rows, copy_out, element
-from prefixcache.codecs.levels import Levels
+from prefixcache.codecs.levels import LazyLevels, Levels
 from prefixcache.codecs.threads import SHARE, WORTH_A_THREAD, share_out
 
 
@@ -62,6 +71,9 @@ class RawRows:
         buffer[:, :tokens] = rows.swapaxes(0, 1)
         buffer[:, tokens:] = 0
         return bring_in(buffer, self.dtype)
+
+    def decode_blocks(self, planes: Sequence[mx.array], levels: LazyLevels | None) -> mx.array:
+        return heads_first(mx.swapaxes(planes[0].view(element(self.dtype).mlx), 1, 2))
 
     def decode_all(self, batch: Sequence[Decoding]) -> None:
         """Copy, shared out among threads: memory is waited for, and the next piece's can come meanwhile."""

@@ -16,9 +16,8 @@ import numpy as np
 
 from prefixcache.codecs import RawRows
 from prefixcache.codecs.base import Encoding, side_by_side
-from prefixcache.codecs.interchange import borrow, on_cpu
+from prefixcache.codecs.interchange import Array, borrow, copy_into, on_cpu
 from prefixcache.codecs.levels import Levels, neutral
-from prefixcache.codecs.threads import WORTH_A_THREAD, share_out
 from prefixcache.codecs.turboquant.coding import run_at, spans_of
 from prefixcache.codecs.turboquant.measure_levels import measure_levels
 from prefixcache.layers import levels
@@ -67,8 +66,22 @@ def evaluate(leaves: Iterable[Leaf]) -> None:
     mx.eval([(leaf.codes.codes, leaf.codes.scales) for leaf in leaves if leaf.codes is not None])
 
 
-def encode(section: Section, leaves: list[Leaf], targets: list[RowTarget], back: WriteBack | None = None) -> None:
-    """Encode the targets' tokens of every stream in the section; `back` gets what a fetch would give of them.
+class CopyOut(NamedTuple):
+    """Encoded rows or levels, and the parts of tensors that take them one after the other."""
+
+    array: mx.array | Array
+    targets: list[Array]
+
+    def run(self) -> None:
+        """Copy, once they are encoded. On any thread."""
+        copy_into(self.array, self.targets)
+
+
+def encode(
+    section: Section, leaves: list[Leaf], targets: list[RowTarget], back: WriteBack | None = None
+) -> list[CopyOut]:
+    """Encode the targets' tokens of every stream in the section; `back` gets what a fetch would give of them. Return the
+    copies that are left to be made: on a GPU all.
 
     What a live cache has coded already is copied.
     """
@@ -80,6 +93,7 @@ def encode(section: Section, leaves: list[Leaf], targets: list[RowTarget], back:
             way.encode_beside_codes(group, targets)
         else:
             way.encode(group, targets)
+    return way.copies
 
 
 class Way(ABC):
@@ -87,6 +101,7 @@ class Way(ABC):
 
     def __init__(self, leaves: Sequence[Leaf], back: WriteBack | None):
         self._leaves, self._back = leaves, back
+        self.copies: list[CopyOut] = []
 
     @abstractmethod
     def copy(self, group: Group, targets: Sequence[RowTarget]) -> None:
@@ -209,25 +224,24 @@ class Gpu(Way):
     """Where MLX's arrays are on a GPU: one launch for each group, and for targets that are alike."""
 
     def copy(self, group: Group, targets: Sequence[RowTarget]) -> None:
-        """A few rows, as a rule: the whole buffers don't come to the host."""
-        gathered = [mx.contiguous(self._gathered([member], targets)) for member in group.members]
-        mx.eval(gathered)  # the GPU is waited for once
-        batch = []
-        for member, array in zip(group.members, gathered, strict=True):
-            at, rows = 0, borrow(array).swapaxes(0, 1)
-            for target in targets:
-                planes = tuple(target.tensors[name][target.rows, member.in_group] for name in group.names)
-                batch.append(Encoding(rows[at : at + target.tokens], planes))
-                at += target.tokens
-        group.codec.encode_all(batch)
+        rows = mx.contiguous(mx.swapaxes(self._gathered(group.members, targets), 0, 1))
+        mx.async_eval(rows)
+        self.copies += [CopyOut(rows, [t.tensors[name][t.rows] for t in targets]) for name in group.names]
 
     def encode(self, group: Group, targets: Sequence[RowTarget]) -> None:
         for settled in (False, True):  # some have levels only once the others are done
             some = [target for target in targets if target.settled is settled]
             for numbers in _alike(some):
                 alike = [some[i] for i in numbers]
+                if settled:
+                    self._copy_now()
                 known = [levels.read(group, target.tensors) for target in alike] if settled else None
                 self._launch(known, group, group.members, alike)
+
+    def _copy_now(self) -> None:
+        for copy in self.copies:
+            copy.run()
+        self.copies.clear()
 
     def encode_with(
         self, wanted: Sequence[Levels | None], group: Group, members: Sequence[Member], targets: Sequence[RowTarget]
@@ -264,15 +278,13 @@ class Gpu(Way):
         decoding = self._back is not None and targets[0].whole
         encoded = group.codec.encode_blocks(rows, len(targets), known, firsts, decoding)
 
-        def copy(start: int, end: int) -> None:
-            for i in range(start, end):
-                target = targets[i]
-                for name, plane in zip(group.names, encoded.planes, strict=True):
-                    target.tensors[name][target.rows, heads] = plane[i]
-                if encoded.levels is not None:
-                    levels.write(group, target.tensors, encoded.levels.block(i))
-
-        share_out(len(targets), 1, sum(plane.nbytes for plane in encoded.planes) // WORTH_A_THREAD, copy)
+        for name, plane in zip(group.names, encoded.planes, strict=True):
+            self.copies.append(CopyOut(plane, [t.tensors[name][t.rows, heads] for t in targets]))
+        if encoded.levels is not None:
+            mx.async_eval(encoded.levels)
+            for name, part in zip((group.mean, group.steps), encoded.levels, strict=True):
+                if name:
+                    self.copies.append(CopyOut(part, [t.tensors[name][heads] for t in targets]))
         if self._back is not None and encoded.decoded is not None:
             at = 0
             for start, last in merged([(target.first, target.last) for target in targets]):

@@ -14,7 +14,8 @@ from prefixcache.layers import levels, live_codes
 from prefixcache.layers.adapters import PARTS, Layout, adapter_of, blank
 from prefixcache.layers.classes import find_class
 from prefixcache.layers.snapshots import leaf_state
-from prefixcache.layers.stored_rows import RowRun, StoredRows, pieces_of
+from prefixcache.layers.stacks import RowRun
+from prefixcache.layers.stored_rows import StoredRows, pieces_of
 
 MOST_LEVELS = 4  # runs of levels in a live cache: attention runs once for each
 

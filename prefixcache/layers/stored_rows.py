@@ -11,12 +11,14 @@ from functools import cached_property
 from typing import NamedTuple
 
 from prefixcache.blocks.masks import mask_of, runs_of
+from prefixcache.codecs.interchange import on_cpu
 from prefixcache.codecs.pieces import Piece
 from prefixcache.image_format import Image
 from prefixcache.keys import BLOCK
 from prefixcache.layers import levels
 from prefixcache.layers.image_layout import Place, Plan, Section, Tensors
 from prefixcache.layers.joined import CodedBlocks, DecodedGroup, codes_of, decode_joined
+from prefixcache.layers.stacks import RowRun, Stacks
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,19 +51,15 @@ class Block:
         return self.rows.tensors()
 
 
-class RowRun(NamedTuple):
-    """Rows `first` to `first + rows` of an image's tensors go to physical rows `at` and on of a buffer.
-
-    `sunk`: the first of the rows where they also stand as they are beside their codes, None where they don't. `coded`: they
-    are coded as a whole block's rows are.
+class WindowRuns(NamedTuple):
+    """The runs that a window's rows are in: of unfinished blocks, and of whole ones; of those the ones that stand as they are
+    beside their codes, there, and all others.
     """
 
-    tensors: Tensors
-    first: int
-    rows: int
-    at: int
-    sunk: int | None = None
-    coded: bool = False
+    tails: list[RowRun]
+    whole: list[RowRun]
+    sunk: list[RowRun]
+    coded: list[RowRun]
 
 
 class StoredRows:
@@ -80,6 +78,8 @@ class StoredRows:
         self._group: tuple[int, DecodedGroup] | None = None
         self._next_groups = self._decoded_groups(list(dict.fromkeys(asked)))
         self._unchecked: list[DecodedGroup] = []
+        self._windows: dict[int, WindowRuns] = {}
+        self._stacks = None if on_cpu() else Stacks(one_by_one=layers is not None and len(layers) < len(plan.layers))
 
     @cached_property
     def _coded(self) -> list[bool]:
@@ -111,19 +111,25 @@ class StoredRows:
         """Return the rows of a layer that keeps every token: sinks, then codes, then the tail as it is."""
         plan, sinks = self.plan, 0
         pieces: list[Piece] = []
-        runs = self.leading(0, self.tokens)
-        if (sink_place := plan.sink_places[leaf].get(stream)) is not None and runs and runs[0].coded:
+        coded, uncoded = self._coded_runs
+        if (sink_place := plan.sink_places[leaf].get(stream)) is not None and coded and not coded[0].at:
             sinks = min(plan.sink_tokens, self.tokens)
-            pieces = pieces_of(plan.sinks, sink_place, self.leading(0, sinks))
-        is_joined = (leaf, stream) in plan.joined_places
-        if is_joined:
+            pieces = self._pieces(plan.sinks, sink_place, self.leading(0, sinks))
+        if (leaf, stream) in plan.joined_places:
             pieces += self._of_joined(leaf, stream, sinks)
-        for run in self.leading(sinks, self.tokens):
-            if not run.coded:
-                pieces += pieces_of(plan.tails, plan.tail_places[leaf][stream], [run])
-            elif not is_joined:
-                pieces += pieces_of(plan.rows, plan.places[leaf][stream], [run])
-        return pieces
+        elif coded:
+            pieces += [piece.since(sinks) for piece in self._pieces(plan.rows, plan.places[leaf][stream], coded)]
+        return pieces + self._pieces(plan.tails, plan.tail_places[leaf][stream], uncoded)
+
+    @cached_property
+    def _coded_runs(self) -> tuple[list[RowRun], list[RowRun]]:
+        """The runs of all tokens whose rows are coded, and those whose are not."""
+        runs = self.leading(0, self.tokens)
+        return [run for run in runs if run.coded], [run for run in runs if not run.coded]
+
+    def _pieces(self, section: Section, place: Place, runs: Sequence[RowRun]) -> list[Piece]:
+        """Return one stream's rows of these runs. For the same runs pass the same list."""
+        return pieces_of(section, place, runs) if self._stacks is None else self._stacks.pieces(section, place, runs)
 
     def _of_joined(self, leaf: int, stream: str, first: int) -> list[Piece]:
         """Return the coded rows, from token `first` on, of a stream that is transformed with others."""
@@ -138,7 +144,7 @@ class StoredRows:
         return [stretch.since(first).piece(number, codec) for stretch in self._group[1].stretches]
 
     def _decoded_groups(self, numbers: Sequence[int]) -> Iterator[tuple[int, DecodedGroup]]:
-        runs = [run for run in self.leading(0, self.tokens) if run.coded]
+        runs, _ = self._coded_runs
         groups = [self.plan.joined[j] for j in numbers]
         coded = [CodedBlocks(of, [(run.at, codes_of(of, run.tensors, run.rows)) for run in runs]) for of in groups]
         yield from zip(numbers, decode_joined(coded) if coded else (), strict=True)
@@ -146,17 +152,29 @@ class StoredRows:
     def _of_window(self, leaf: int, stream: str, window: int) -> list[Piece]:
         plan, place, as_it_is = self.plan, self.plan.places[leaf][stream], self.plan.tail_places[leaf][stream]
         kept = self.leading(0, min(plan.windows[window].keep, self.tokens))
-        pieces = pieces_of(plan.kept[window], as_it_is, kept)
-        coded_names = plan.windowed[window].groups[place[0]].names
-        sink_place = plan.sink_places[leaf].get(stream)
-        for run in self._window_runs(window):
-            if not all(name in run.tensors for name in coded_names):
-                pieces += pieces_of(plan.window_tails[window], as_it_is, [run])
-            elif sink_place is not None and run.sunk is not None:
-                pieces += pieces_of(plan.window_sinks[window], sink_place, [run._replace(first=run.sunk)])
-            else:
-                pieces += pieces_of(plan.windowed[window], place, [run])
-        return pieces
+        runs = self._runs_of_window(window)
+        pieces = self._pieces(plan.kept[window], as_it_is, kept)
+        pieces += self._pieces(plan.window_tails[window], as_it_is, runs.tails)
+        if (sink_place := plan.sink_places[leaf].get(stream)) is None:
+            return pieces + self._pieces(plan.windowed[window], place, runs.whole)
+        pieces += self._pieces(plan.window_sinks[window], sink_place, runs.sunk)
+        return pieces + self._pieces(plan.windowed[window], place, runs.coded)
+
+    def _runs_of_window(self, window: int) -> WindowRuns:
+        if window not in self._windows:
+            coded_names = [name for group in self.plan.windowed[window].groups for name in group.names]
+            runs = WindowRuns([], [], [], [])
+            for run in self._window_runs(window):
+                if not all(name in run.tensors for name in coded_names):
+                    runs.tails.append(run)
+                    continue
+                runs.whole.append(run)
+                if run.sunk is not None:
+                    runs.sunk.append(run._replace(first=run.sunk))
+                else:
+                    runs.coded.append(run)
+            self._windows[window] = runs
+        return self._windows[window]
 
     def _window_runs(self, index: int) -> Iterator[RowRun]:
         window = self.plan.windows[index]

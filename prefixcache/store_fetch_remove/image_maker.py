@@ -191,8 +191,9 @@ class LiveMaker:
                 for section, count in self._plan.in_rows(job.start, job.length, job.coded):
                     targets[id(section)][1].extend(self._fill_rows(job, draft, section, count))
         self._write_joined(jobs, drafts)
-        for section, rows in targets.values():
-            encode(section, self._leaves, rows, self._back)
+        copies = [encode(section, self._leaves, rows, self._back) for section, rows in targets.values()]
+        for copy in (copy for of_section in copies for copy in of_section):
+            copy.run()
         for last in last_moves:
             last.run()
         if self.has_codes:

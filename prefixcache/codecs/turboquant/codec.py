@@ -22,10 +22,11 @@ from prefixcache.codecs.base import (
     RowCodec,
     Stream,
     encode_blocks,
+    heads_first,
     side_by_side,
 )
 from prefixcache.codecs.interchange import FLOATS, Array, borrow, bring_in, check_capacity, check_rows, element
-from prefixcache.codecs.levels import LazyLevels, Levels, PackedLevels
+from prefixcache.codecs.levels import LazyLevels, Levels
 from prefixcache.codecs.packing import words_of
 from prefixcache.codecs.raw import RawRows
 from prefixcache.codecs.turboquant import backends, gpu_rows
@@ -99,6 +100,7 @@ class TurboQuantRows:
             measured = gpu_rows.measure_levels(sides, self.centred, measured_from)
         elif measured_from:
             measured = measure_levels_lazily(sides.astype(mx.float32), self.centred, measured_from)
+        planes: Sequence[mx.array | Array]
         if by_kernel:
             planes, back = self._encode_in_kernels(sides, blocks, levels, measured, decoded)
         else:
@@ -106,13 +108,13 @@ class TurboQuantRows:
             if measured is not None:
                 known = Levels.unpacked(measured.packed(self.centred))
             planes, _, back = encode_blocks(self, rows, blocks, known, decoded)
-        packed = _by_block(measured.packed(self.centred), blocks) if measured is not None else None
-        return EncodedBlocks(planes, packed, back.reshape(rows.shape) if back is not None else None)
+        by_block = LazyLevels(*(_by_block(part, blocks) for part in measured)) if measured is not None else None
+        return EncodedBlocks(planes, by_block, back.reshape(rows.shape) if back is not None else None)
 
     def _encode_in_kernels(
         self, sides: mx.array, blocks: int, levels: Sequence[Levels], measured: LazyLevels | None, decoded: bool
-    ) -> tuple[list[Array], mx.array | None]:
-        """Return planes and decoded rows of blocks side by side. Nothing waits for the GPU but the copy of the codes."""
+    ) -> tuple[list[mx.array], mx.array | None]:
+        """Return planes and decoded rows of blocks side by side. Nothing waits for the GPU."""
         to_encode: mx.array | Levels | None = Levels.interleaved(levels) if levels else None
         to_decode = to_encode
         if measured is not None:
@@ -124,8 +126,8 @@ class TurboQuantRows:
         back = None
         if decoded:
             back = gpu_rows.decode_arrays(*planes, len(sides), self.dtype, self.form, to_decode)
-            mx.async_eval(back)  # while the codes are copied out
-        return [borrow(plane) for plane in by_block], back
+            mx.async_eval(back)
+        return by_block, back
 
     def decode(self, planes: Sequence[Array], capacity: int, levels: Levels | None = None) -> mx.array:
         """Decode [codes (tokens, heads, words), scale (tokens, heads)] -> (heads, capacity, width), zero from `tokens` on."""
@@ -141,16 +143,28 @@ class TurboQuantRows:
         rows[:, tokens:] = 0
         return bring_in(rows, self.dtype)
 
+    def decode_blocks(self, planes: Sequence[mx.array], levels: LazyLevels | None) -> mx.array:
+        blocks, tokens, heads, words = planes[0].shape
+        sides = blocks * heads  # to a kernel other blocks are more heads
+        codes = mx.swapaxes(planes[0], 0, 1).reshape(tokens, sides, words)
+        scales = mx.swapaxes(planes[1], 0, 1).reshape(tokens, sides)
+        flat = LazyLevels(*(part.reshape(sides, self.width) for part in levels)) if levels is not None else None
+        if backends.on_gpu(self.form):
+            to_decode = gpu_rows.for_decoding_lazily(flat, self.form) if flat is not None else None
+            rows = gpu_rows.decode_arrays(codes, scales, tokens, self.dtype, self.form, to_decode)
+        else:
+            unpacked = Levels.unpacked(flat.packed(self.centred)) if flat is not None else None
+            rows = self.decode([borrow(codes), borrow(scales)], tokens, unpacked)
+        return heads_first(rows.reshape(blocks, heads, tokens, self.width))
+
     def decode_all(self, batch: Sequence[Decoding]) -> None:
         """Decode codes uint32 (tokens, heads, words), scale uint16 (tokens, heads) -> into rows, bf16 as uint16."""
         backends.decode_all(batch, self.dtype, self.form)
 
 
-def _by_block(levels: PackedLevels, blocks: int) -> PackedLevels:
+def _by_block(levels: mx.array, blocks: int) -> mx.array:
     """Turn (heads * blocks, width) -> (blocks, heads, width)."""
-    shape = (-1, blocks, levels.steps.shape[1])
-    mean = levels.mean.reshape(shape).swapaxes(0, 1) if levels.mean is not None else None
-    return PackedLevels(mean, levels.steps.reshape(shape).swapaxes(0, 1))
+    return mx.swapaxes(levels.reshape(-1, blocks, levels.shape[1]), 0, 1)
 
 
 @dataclass(frozen=True)

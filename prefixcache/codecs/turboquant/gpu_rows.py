@@ -125,10 +125,21 @@ def measure_levels(rows: mx.array, centred: bool, firsts: Sequence[int]) -> Lazy
 
 def for_both(levels: LazyLevels, form: Form) -> tuple[mx.array, mx.array]:
     """Return what `for_encoding` and `for_decoding` give, of levels that were measured on the GPU and are there. Lazy."""
-    mean, steps = levels.mean.astype(mx.float32), levels.steps.astype(mx.uint32)
-    divisors, weights = _in_gpu_memory(DIVISORS), _in_gpu_memory(np.float32(1) / DIVISORS)
-    gain = mx.array(form.spread(None))
-    return mx.stack([mean, mx.take(weights, steps)]), mx.stack([mean, gain * mx.take(divisors, steps)])
+    weights = mx.take(_in_gpu_memory(np.float32(1) / DIVISORS), levels.steps.astype(mx.uint32))
+    return mx.stack([levels.mean.astype(mx.float32), weights]), for_decoding_lazily(levels, form)
+
+
+def for_decoding_lazily(levels: LazyLevels, form: Form) -> mx.array:
+    """Return what `for_decoding` gives, of an image's numbers that are on the GPU. Lazy."""
+    spread = mx.array(form.spread(None)) * mx.take(_divisors(), levels.steps.astype(mx.uint32))
+    return mx.stack([levels.mean.astype(mx.float32), spread])
+
+
+@lru_cache(maxsize=1)
+def _divisors() -> mx.array:
+    divisors = _in_gpu_memory(DIVISORS)
+    mx.eval(divisors)
+    return divisors
 
 
 def _in_gpu_memory(array: Array) -> mx.array:

@@ -1,0 +1,195 @@
+"""Bytes between the host's memory and an NVIDIA GPU's, through pinned memory that the GPU reads and writes by itself.
+
+MLX takes bytes into memory whose pages go to the GPU one fault at a time, at 2 GB/s where the bus has 50; decision 0041. Here
+threads copy to and from a few slots of pinned memory while the GPU works on others. Called by `interchange`, from any thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from prefixcache.codecs.threads import share_out, threads
+from prefixcache.kernels import host_copy
+from prefixcache.kernels.dialects import Dialect, dialect_here
+
+log = logging.getLogger("prefixcache")
+
+Array = npt.NDArray[Any]
+
+SLOT = 32 << 20  # bytes; the bus is busy for .7 ms, a launch takes .05
+SLOTS = 3  # one that threads fill, one that the GPU reads, one that is about to be free
+PIECE = 1 << 20  # bytes, about, that a thread copies at a time
+LEAST = 1 << 15  # bytes: fewer are not worth a launch
+WORD = 4
+PORTABLE, MAPPED = 1, 2  # CU_MEMHOSTALLOC_PORTABLE, CU_MEMHOSTALLOC_DEVICEMAP
+
+
+class Slot(NamedTuple):
+    """Pinned memory: its address for a kernel, and its bytes for NumPy."""
+
+    address: mx.array
+    memory: Array
+
+
+class Landing(NamedTuple):
+    """Bytes on their way from the GPU into a slot, and where they go from there. `done` is there once they have arrived."""
+
+    slot: Slot
+    pieces: Sequence[Array]
+    done: mx.array
+
+
+class Lane:
+    """The slots of one direction. For one caller at a time, which holds `lock`."""
+
+    def __init__(self, dialect: Dialect, slots: Sequence[Slot]):
+        self.lock = threading.Lock()
+        self._dialect = dialect
+        self._slots = deque(slots)
+        self._read: dict[int, mx.array] = {}  # by the slot's id, what is there once the GPU has read it
+
+    def to_gpu(self, sources: Sequence[Array]) -> mx.array:
+        copied = []
+        for pieces in _batches(sources):
+            slot = self._slots[0]
+            self._slots.rotate(-1)
+            if (done := self._read.pop(id(slot), None)) is not None:
+                mx.eval(done)
+            _copy(_places(slot.memory, pieces), pieces)
+            words = sum(piece.nbytes for piece in pieces) // WORD
+            part, self._read[id(slot)] = host_copy.to_gpu(self._dialect, slot.address, words)
+            mx.async_eval(part, self._read[id(slot)])
+            copied.append(part)
+        return copied[0] if len(copied) == 1 else mx.concatenate(copied)
+
+    def from_gpu(self, words: mx.array, targets: Sequence[Array]) -> None:
+        flying: deque[Landing] = deque()
+        at = 0
+        for pieces in _batches(targets):
+            if len(flying) == SLOTS - 1:
+                _land(flying.popleft())
+            slot = self._slots[0]
+            self._slots.rotate(-1)
+            count = sum(piece.nbytes for piece in pieces) // WORD
+            done = host_copy.from_gpu(self._dialect, words[at : at + count], slot.address)
+            mx.async_eval(done)
+            flying.append(Landing(slot, pieces, done))
+            at += count
+        while flying:
+            _land(flying.popleft())
+
+
+class Lanes(NamedTuple):
+    up: Lane
+    down: Lane
+
+
+def takes(nbytes: int, sources: Sequence[Array]) -> bool:
+    """Tell whether so many bytes of these arrays are worth it, and can go by words."""
+    return nbytes >= LEAST and all(array.nbytes % WORD == 0 for array in sources) and _lanes() is not None
+
+
+def to_gpu(sources: Sequence[Array]) -> mx.array:
+    """Return the bytes of arrays, each in C order, one after the other: uint32 (words,), in the GPU's own memory. Ask
+    `takes` first.
+    """
+    lanes = _lanes()
+    assert lanes is not None
+    with lanes.up.lock:
+        return lanes.up.to_gpu(sources)
+
+
+def from_gpu(array: mx.array, targets: Sequence[Array]) -> None:
+    """Copy an array's bytes into these arrays, one after the other, each in C order. Ask `takes` first."""
+    lanes = _lanes()
+    assert lanes is not None
+    words = mx.contiguous(array).reshape(-1).view(mx.uint32)
+    with lanes.down.lock:
+        lanes.down.from_gpu(words, targets)
+
+
+def _batches(arrays: Sequence[Array]) -> Iterator[list[Array]]:
+    """Cut arrays along their first axis into pieces that threads share, and those into what fits a slot."""
+    batch: list[Array] = []
+    nbytes = 0
+    for array in arrays:
+        if array.nbytes:
+            rows = max(1, PIECE * len(array) // array.nbytes)
+            for first in range(0, len(array), rows):
+                piece = array[first : first + rows]
+                if nbytes + piece.nbytes > SLOT:
+                    yield batch
+                    batch, nbytes = [], 0
+                batch.append(piece)
+                nbytes += piece.nbytes
+    yield batch
+
+
+def _places(memory: Array, pieces: Sequence[Array]) -> list[Array]:
+    """Return where pieces lie in a slot, one after the other, as arrays of their shapes."""
+    places, at = [], 0
+    for piece in pieces:
+        places.append(memory[at : at + piece.nbytes].view(piece.dtype).reshape(piece.shape))
+        at += piece.nbytes
+    return places
+
+
+def _land(landing: Landing) -> None:
+    mx.eval(landing.done)
+    _copy(landing.pieces, _places(landing.slot.memory, landing.pieces))
+
+
+def _copy(targets: Sequence[Array], sources: Sequence[Array]) -> None:
+    def copy(first: int, last: int) -> None:
+        for target, source in zip(targets[first:last], sources[first:last], strict=True):
+            target[...] = source
+
+    share_out(len(targets), 1, min(len(targets), threads()), copy)
+
+
+def _lanes() -> Lanes | None:
+    with _once:
+        return _lanes_of(dialect_here())
+
+
+_once = threading.Lock()
+
+
+@lru_cache(maxsize=2)
+def _lanes_of(dialect: Dialect | None) -> Lanes | None:
+    """Return the slots of both directions; None where MLX's device is no NVIDIA GPU, or pinned memory can't be had."""
+    if dialect is None or dialect.name != "cuda":
+        return None
+    try:
+        up, down = (Lane(dialect, [_slot() for _ in range(SLOTS)]) for _ in range(2))
+    except (OSError, AttributeError, MemoryError) as reason:
+        log.warning("no pinned memory (%s): copies to and from the GPU are MLX's, which are slow", reason)
+        return None
+    return Lanes(up, down)
+
+
+def _slot() -> Slot:
+    memory = _pinned(SLOT)
+    address = mx.array(np.array([memory.ctypes.data], np.uint64))
+    mx.eval(address)
+    return Slot(address, memory)
+
+
+def _pinned(nbytes: int) -> Array:
+    """Return pinned memory (uint8), which stays until the process ends. OSError where CUDA's driver has none."""
+    driver = ctypes.CDLL("libcuda.so.1")
+    address = ctypes.c_void_p()
+    mx.eval(mx.zeros(1) + 1)  # MLX makes its device's context this thread's
+    if error := driver.cuMemHostAlloc(ctypes.byref(address), ctypes.c_size_t(nbytes), PORTABLE | MAPPED):
+        raise OSError(f"CUDA's driver gives none: error {error}")
+    return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address.value or 0))
