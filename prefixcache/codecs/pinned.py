@@ -1,7 +1,7 @@
 """Bytes between the host's memory and an NVIDIA GPU's, through pinned memory that the GPU reads and writes by itself.
 
 MLX takes bytes into memory whose pages go to the GPU one fault at a time, at 2 GB/s where the bus has 50; decision 0041. Here
-threads copy to and from a few slots of pinned memory while the GPU works on others. Called by `interchange`, from any thread.
+threads copy to and from a few buffers of pinned memory while the GPU works on others. Called by `interchange`, from any thread.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ log = logging.getLogger("prefixcache")
 
 Array = npt.NDArray[Any]
 
-SLOT = 32 << 20  # bytes; the bus is busy for .7 ms, a launch takes .05
-SLOTS = 3  # one that threads fill, one that the GPU reads, one that is about to be free
+BUFFER = 32 << 20  # bytes; the bus is busy for .7 ms, a launch takes .05
+BUFFERS = 3  # one that threads fill, one that the GPU reads, one that is about to be free
 PIECE = 1 << 20  # bytes, about, that a thread copies at a time
 LEAST = 1 << 15  # bytes: fewer are not worth a launch
 WORD = 4
 PORTABLE, MAPPED = 1, 2  # CU_MEMHOSTALLOC_PORTABLE, CU_MEMHOSTALLOC_DEVICEMAP
 
 
-class Slot(NamedTuple):
+class PinnedBuffer(NamedTuple):
     """Pinned memory: its address for a kernel, and its bytes for NumPy."""
 
     address: mx.array
@@ -42,33 +42,33 @@ class Slot(NamedTuple):
 
 
 class Landing(NamedTuple):
-    """Bytes on their way from the GPU into a slot, and where they go from there. `done` is there once they have arrived."""
+    """Bytes on their way from the GPU into a buffer, and where they go from there. `done` is there once they have arrived."""
 
-    slot: Slot
+    buffer: PinnedBuffer
     pieces: Sequence[Array]
     done: mx.array
 
 
 class Lane:
-    """The slots of one direction. For one caller at a time, which holds `lock`."""
+    """The buffers of one direction. For one caller at a time, which holds `lock`."""
 
-    def __init__(self, dialect: Dialect, slots: Sequence[Slot]):
+    def __init__(self, dialect: Dialect, buffers: Sequence[PinnedBuffer]):
         self.lock = threading.Lock()
         self._dialect = dialect
-        self._slots = deque(slots)
-        self._read: dict[int, mx.array] = {}  # by the slot's id, what is there once the GPU has read it
+        self._buffers = deque(buffers)
+        self._read: dict[int, mx.array] = {}  # by the buffer's id, what is there once the GPU has read it
 
     def to_gpu(self, sources: Sequence[Array]) -> mx.array:
         copied = []
         for pieces in _batches(sources):
-            slot = self._slots[0]
-            self._slots.rotate(-1)
-            if (done := self._read.pop(id(slot), None)) is not None:
+            buffer = self._buffers[0]
+            self._buffers.rotate(-1)
+            if (done := self._read.pop(id(buffer), None)) is not None:
                 mx.eval(done)
-            _copy(_places(slot.memory, pieces), pieces)
+            _copy(_places(buffer.memory, pieces), pieces)
             words = sum(piece.nbytes for piece in pieces) // WORD
-            part, self._read[id(slot)] = host_copy.to_gpu(self._dialect, slot.address, words)
-            mx.async_eval(part, self._read[id(slot)])
+            part, self._read[id(buffer)] = host_copy.to_gpu(self._dialect, buffer.address, words)
+            mx.async_eval(part, self._read[id(buffer)])
             copied.append(part)
         return copied[0] if len(copied) == 1 else mx.concatenate(copied)
 
@@ -76,14 +76,14 @@ class Lane:
         flying: deque[Landing] = deque()
         at = 0
         for pieces in _batches(targets):
-            if len(flying) == SLOTS - 1:
+            if len(flying) == BUFFERS - 1:
                 _land(flying.popleft())
-            slot = self._slots[0]
-            self._slots.rotate(-1)
+            buffer = self._buffers[0]
+            self._buffers.rotate(-1)
             count = sum(piece.nbytes for piece in pieces) // WORD
-            done = host_copy.from_gpu(self._dialect, words[at : at + count], slot.address)
+            done = host_copy.from_gpu(self._dialect, words[at : at + count], buffer.address)
             mx.async_eval(done)
-            flying.append(Landing(slot, pieces, done))
+            flying.append(Landing(buffer, pieces, done))
             at += count
         while flying:
             _land(flying.popleft())
@@ -119,7 +119,7 @@ def from_gpu(array: mx.array, targets: Sequence[Array]) -> None:
 
 
 def _batches(arrays: Sequence[Array]) -> Iterator[list[Array]]:
-    """Cut arrays along their first axis into pieces that threads share, and those into what fits a slot."""
+    """Cut arrays along their first axis into pieces that threads share, and those into what fits a buffer."""
     batch: list[Array] = []
     nbytes = 0
     for array in arrays:
@@ -127,7 +127,7 @@ def _batches(arrays: Sequence[Array]) -> Iterator[list[Array]]:
             rows = max(1, PIECE * len(array) // array.nbytes)
             for first in range(0, len(array), rows):
                 piece = array[first : first + rows]
-                if nbytes + piece.nbytes > SLOT:
+                if nbytes + piece.nbytes > BUFFER:
                     yield batch
                     batch, nbytes = [], 0
                 batch.append(piece)
@@ -136,7 +136,7 @@ def _batches(arrays: Sequence[Array]) -> Iterator[list[Array]]:
 
 
 def _places(memory: Array, pieces: Sequence[Array]) -> list[Array]:
-    """Return where pieces lie in a slot, one after the other, as arrays of their shapes."""
+    """Return where pieces lie in a buffer, one after the other, as arrays of their shapes."""
     places, at = [], 0
     for piece in pieces:
         places.append(memory[at : at + piece.nbytes].view(piece.dtype).reshape(piece.shape))
@@ -146,7 +146,7 @@ def _places(memory: Array, pieces: Sequence[Array]) -> list[Array]:
 
 def _land(landing: Landing) -> None:
     mx.eval(landing.done)
-    _copy(landing.pieces, _places(landing.slot.memory, landing.pieces))
+    _copy(landing.pieces, _places(landing.buffer.memory, landing.pieces))
 
 
 def _copy(targets: Sequence[Array], sources: Sequence[Array]) -> None:
@@ -167,22 +167,22 @@ _once = threading.Lock()
 
 @lru_cache(maxsize=2)
 def _lanes_of(dialect: Dialect | None) -> Lanes | None:
-    """Return the slots of both directions; None where MLX's device is no NVIDIA GPU, or pinned memory can't be had."""
+    """Return the buffers of both directions; None where MLX's device is no NVIDIA GPU, or pinned memory can't be had."""
     if dialect is None or dialect.name != "cuda":
         return None
     try:
-        up, down = (Lane(dialect, [_slot() for _ in range(SLOTS)]) for _ in range(2))
+        up, down = (Lane(dialect, [_buffer() for _ in range(BUFFERS)]) for _ in range(2))
     except (OSError, AttributeError, MemoryError) as reason:
         log.warning("no pinned memory (%s): copies to and from the GPU are MLX's, which are slow", reason)
         return None
     return Lanes(up, down)
 
 
-def _slot() -> Slot:
-    memory = _pinned(SLOT)
+def _buffer() -> PinnedBuffer:
+    memory = _pinned(BUFFER)
     address = mx.array(np.array([memory.ctypes.data], np.uint64))
     mx.eval(address)
-    return Slot(address, memory)
+    return PinnedBuffer(address, memory)
 
 
 def _pinned(nbytes: int) -> Array:

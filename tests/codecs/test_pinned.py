@@ -1,4 +1,4 @@
-"""Copies through slots of pinned memory, with a GPU that is a copy by address: whatever the arrays' sizes, none is lost."""
+"""Copies through buffers of pinned memory, with a GPU that is a copy by address: whatever the arrays' sizes, none is lost."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from prefixcache.codecs import interchange, pinned
 from prefixcache.codecs.interchange import bring_in, bring_in_stacked, copy_into, copy_out
 from prefixcache.kernels.dialects import DIALECTS
 
-SLOT, PIECE = 1 << 12, 1 << 8
+BUFFER, PIECE = 1 << 12, 1 << 8
 
 
 def address_of(array: mx.array) -> int:
@@ -33,10 +33,10 @@ def from_gpu(dialect, copied, address):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def slots():
-    """Small slots in the heap, for all tests here."""
+def small_buffers():
+    """Small buffers in the heap, for all tests here."""
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in (("SLOT", SLOT), ("PIECE", PIECE), ("LEAST", 1)):
+        for name, value in (("BUFFER", BUFFER), ("PIECE", PIECE), ("LEAST", 1)):
             patch.setattr(pinned, name, value)
         patch.setattr(pinned, "_pinned", lambda nbytes: np.zeros(nbytes, np.uint8))
         patch.setattr(pinned.host_copy, "to_gpu", to_gpu)
@@ -78,9 +78,9 @@ def test_arrays_leave_and_arrive_bit_for_bit(seed, dtype, shapes, strided):
 def test_a_slot_is_written_again_only_once_the_gpu_has_read_it(monkeypatch):
     waited, evaluate = [], mx.eval
     monkeypatch.setattr(pinned.mx, "eval", lambda *arrays: waited.append(1) or evaluate(*arrays))
-    words = np.arange(10 * SLOT // 4, dtype=np.uint32)
+    words = np.arange(10 * BUFFER // 4, dtype=np.uint32)
     assert np.array_equal(np.asarray(bring_in(words, "uint32")), words)
-    assert len(waited) >= 10 - pinned.SLOTS
+    assert len(waited) >= 10 - pinned.BUFFERS
 
 
 def test_bytes_that_are_few_or_no_words_go_as_mlx_takes_them():

@@ -53,7 +53,8 @@ def test_a_fetch_in_stacks_is_the_same_fetch(name, codec, count, at_once):
             return
         left, rows = fetched(cache, tokens[:count], patch, stacked=False, at_once=0)
         again, stacked = fetched(cache, tokens[:count], patch, stacked=True, at_once=at_once)
-        assert left == again and len(rows) == len(stacked)
+        assert left == again
+        assert len(rows) == len(stacked)
         assert all(mx.array_equal(a, b) for a, b in zip(rows, stacked, strict=True))
 
 
@@ -65,4 +66,5 @@ def test_bytes_go_to_the_gpu_once_for_many_blocks_and_streams(monkeypatch):
         monkeypatch.setattr(stacks, "bring_in_stacked", lambda arrays: copies.append(len(arrays)) or copy(arrays))
         fetched(cache, tokens, monkeypatch, stacked=True, at_once=stacks.AT_ONCE)
     # Sinks; codes, scales and levels of keys, of values; the tail. Two blocks each, whatever the number of layers.
-    assert copies.count(2) == 7 and len(copies) == 9
+    assert copies.count(2) == 7
+    assert len(copies) == 9
