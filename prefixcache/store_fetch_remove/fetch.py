@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from concurrent.futures import Future
 from typing import NamedTuple
 
-from prefixcache.blocks.lookup import windows_read
+from prefixcache.blocks.lookup import hit_depth, windows_read
 from prefixcache.blocks.masks import mask_of
 from prefixcache.blocks.node import RAM, Node, Slot
 from prefixcache.image_format import SNAPSHOT, Image
@@ -97,12 +98,21 @@ def discard_hit(storage: Storage, prompt: Prompt, depth: int) -> int:
         for namespace in beginning.namespaces():
             walk = beginning.walk(namespace)
             slots = [slot for node in walk.nodes if node.start < depth for slot in node.slots]
-            for slot in [*slots, *walk.tree.root.snapshots.values()]:
-                if slot.kind != SNAPSHOT or slot.end <= depth:
-                    if storage.remote is not None:
-                        storage.remote.refuse(slot)
-                    freed += storage.discard(slot)
+            freed += _discard(storage, [*slots, *walk.tree.root.snapshots.values()], depth)
+            while hit_depth(walk := beginning.walk(namespace), storage.graph.last, depth) == depth > 0:
+                freed += _discard(storage, walk.nodes[-1].slots, depth)  # another block that has all of its tokens
         storage.counters.failed_hits += 1
+    return freed
+
+
+def _discard(storage: Storage, slots: Iterable[Slot], depth: int) -> int:
+    """Delete images, but for snapshots behind the first `depth` tokens, from every tier. Returns their bytes."""
+    freed = 0
+    for slot in list(slots):
+        if slot.kind != SNAPSHOT or slot.end <= depth:
+            if storage.remote is not None:
+                storage.remote.refuse(slot)
+            freed += storage.discard(slot)
     return freed
 
 

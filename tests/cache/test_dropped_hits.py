@@ -50,3 +50,16 @@ def test_what_is_stored_behind_the_hit_waits_for_its_beginning_to_be_stored_agai
         states.check(made, LONG)
         assert cache.match(OTHER, model="m").ram >= 600
         cache.check_integrity()
+
+
+def test_a_block_that_has_the_same_tokens_is_dropped_with_a_hit():
+    with PrefixCache(ram="20MB", codec="raw") as cache:
+        for end in (1, 2, 3):
+            cache.store([*LONG[:30], -end], states.sliceable([*LONG[:30], -end]), model="m")
+        cache.store(LONG[:20], states.sliceable(LONG[:20]), model="m")
+        cache.pin(LONG[:20], model="m")
+        prompt = cache.prompt(LONG, model="m")
+        assert len(cache.fetch(prompt)[1]) == len(LONG) - 30
+        cache.drop_hit(prompt, 30)
+        assert cache.match(prompt).ssd < 30
+        cache.check_integrity()
