@@ -35,8 +35,8 @@ class ImageJob(NamedTuple):
     """One image to make. `start` and `tokens` are its block's; `known` its node when the block stands already.
 
     `coded`: as a whole block's rows are, else as a tail's. Of a window image, for each window of the namespace: `mask` has
-    its tokens, `encoded` those to encode; and `adds_rows` says that a stored window of the same block is added to, with its
-    levels.
+    its tokens, `encoded` those to encode; `adds_rows` says that a stored window of the same block is added to, with its
+    levels; and `again` that stored windows have all of its rows, below RAM: it is made for the live cache.
     """
 
     kind: ImageKind
@@ -51,6 +51,7 @@ class ImageJob(NamedTuple):
     mask: tuple[int, ...] = ()
     encoded: tuple[int, ...] = ()
     adds_rows: bool = False
+    again: bool = False
 
     @property
     def length(self) -> int:

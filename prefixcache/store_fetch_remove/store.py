@@ -4,12 +4,14 @@ The work goes in batches of blocks, each in steps: planned under the lock (what 
 it, where codes differ in length; RAM reserved under it; made outside it on the caller's thread (`image_maker`); published
 under it. What a block decodes to depends on the rows that were first stored of that very block, the same tokens from the
 prompt's start on, and on the codec, never on another text that begins alike. Rows that were fetched, and rows that a live
-cache has coded, are copied as codes, never encoded again.
+cache has coded, are copied as codes, never encoded again. Where rows go back into the live cache, a block that stands below
+RAM alone is encoded again rather than read: decision 0028.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from functools import partial
 from typing import NamedTuple
 
@@ -120,17 +122,33 @@ class StoreCall:
             first = min([first, *(max(a, window.keep) for a, b in self._maker.held(w) if b > window.keep)])
         path = self._prompt.walk(self._namespace).path[: first // BLOCK]
         known = path[:-1] if path and not path[-1].is_whole else path
-        known = known[: next((i for i, node in enumerate(known) if node.rows is None), len(known))]
-        if (since := self._maker.since) is not None:
-            self._known_blocks += [node for node in known if node.end > since]
-            for node in self._known_blocks:
-                self._pin(node.rows, *node.windows)
+        unskipped = (i for i, node in enumerate(known) if node.rows is None or self._is_made_again(node))
+        known = known[: next(unskipped, len(known))]
+        self._decode_at_end(known)
         self._claim = self._storage.ram.claim(known, partial(self._prompt.keys, self._namespace))
         if known:
             self._parent, self._at = known[-1], known[-1].end
             assert known[-1].parent is not None
             self._key_at = {known[-1].start: known[-1].parent.key, known[-1].end: known[-1].key}
             self._pin(known[-1].rows)  # keeps those before it, too
+
+    def _decode_at_end(self, nodes: Iterable[Node]) -> None:
+        """Pin those blocks whose rows go back into the live cache: at the end it gets what RAM has of them then."""
+        for node in filter(self._goes_back, nodes):
+            self._pin(node.rows, *node.windows)
+            self._known_blocks.append(node)
+
+    def _goes_back(self, node: Node) -> bool:
+        """Tell whether a block's rows go back into the live cache, as they are stored. One that goes on beyond the prompt was
+        not whole when this was computed: its tail stays as it is.
+        """
+        return self._maker.since is not None and node.is_whole and self._maker.since < node.end <= self._limit
+
+    def _is_made_again(self, node: Node) -> bool:
+        """Tell whether a block's rows go back into the live cache, and RAM has not all of its images."""
+        return self._goes_back(node) and any(
+            slot is not None and slot.image is None for slot in (node.rows, *node.windows)
+        )
 
     def _next_jobs(self) -> list[ImageJob]:
         """The jobs for the next blocks, and behind the last one for the snapshot."""
@@ -143,16 +161,13 @@ class StoreCall:
                 break
             tokens = self._prompt.token_bytes[start * TOKEN_BYTES : end * TOKEN_BYTES]
             node, source = self._known(expected, tokens) if expected is not None else KnownBlock()
-            if node is None or node.rows is None:
+            if node is not None and node.rows is not None:
+                self._pin(node.rows)
+                self._decode_at_end([node])
+                block_key = node.key
+            if node is None or node.rows is None or (node.rows.image is None and self._goes_back(node)):
                 jobs.append(self._rows_job(node, tokens, key, source))
                 block_key = jobs[-1].key
-            else:
-                self._pin(node.rows)
-                block_key = node.key
-                # A block that goes on beyond the prompt was not whole when this was computed: its tail stays as it is.
-                if self._maker.since is not None and node.is_whole and node.end <= self._limit:
-                    self._pin(*node.windows)
-                    self._known_blocks.append(node)
             if (window := self._window_job(node, tokens, key, source)) is not None:
                 jobs.append(window)
             self._at, self._key_at = end, {start: key}
@@ -215,21 +230,21 @@ class StoreCall:
 
     def _window_job(self, node: Node | None, tokens: bytes, parent_key: bytes, source: CodeSource) -> ImageJob | None:
         """The job for the window of the block at `self._at`, with the rows that the live cache still holds and no image has
-        yet; None when there are none.
+        yet, or none in RAM where they go back into the live cache; None when there are none.
         """
         windows, start, limit = self._plan.windows, self._at, self._at + len(tokens) // TOKEN_BYTES
         if not windows:
             return None
         live = tuple(held_mask(self._maker.held(w), start, window.keep, limit) for w, window in enumerate(windows))
+        again = False
         if node is not None:
             tokens = node.tokens
-            unknown = live
-            for slot in node.windows:
-                unknown = _without(unknown, slot.mask)
-            if not any(unknown):
-                return None
             stored_window = _most_rows(node, mask_of(0, BLOCK))  # those on SSD only stay beside the new one
-            if stored_window is not None:
+            if not any(_unknown(live, node.windows)):
+                again = self._goes_back(node) and any(_unknown(live, [s for s in node.windows if s.image is not None]))
+                if not again:
+                    return None
+            elif stored_window is not None:
                 self._pin(stored_window)
                 source = CodeSource(BLOCK, window=stored_window.image, mask=stored_window.mask, coded=node.is_whole)
         coded = len(tokens) == BLOCK_BYTES
@@ -246,7 +261,8 @@ class StoreCall:
         block_key = node.key if node is not None else chain(parent_key, tokens)
         key, specs = window_key(block_key, mask), self._plan.window_specs(mask, start, coded)
         blueprint = self._maker.blueprint(WINDOW, key, block_key, start, specs, extra_of(mask))
-        return ImageJob(WINDOW, self._parent, node, start, tokens, key, blueprint, source, coded, mask, new, adds_rows)
+        moved = ImageJob(WINDOW, self._parent, node, start, tokens, key, blueprint, source, coded, mask, new, adds_rows)
+        return moved._replace(again=again)
 
     def _snapshot_job(self) -> list[ImageJob]:
         """The job for the state at the end, unless it is kept. It hangs on the last whole block before the boundary."""
@@ -315,8 +331,14 @@ class StoreCall:
         return True
 
     def _enter(self, job: ImageJob, node: Node, image: Image, reservation: Reservation) -> bool:
-        """Give the image its place in the tree. False when another thread was first."""
+        """Give the image its place in the tree. False when another thread was first, or when it stood already: then it is in
+        RAM again if it is, bit for bit, the one that stood.
+        """
         storage, graph = self._storage, self._storage.graph
+        if (known := graph.slots.get((job.kind, job.key))) is not None or job.again:
+            if known is not None and known.image is None and known.checksum == image.checksum:
+                graph.place(known, RAM, image=image, reservation=reservation)
+            return False
         slot = Slot(job.kind, node, job.key, image.nbytes, job.tokens if job.kind == SNAPSHOT else b"", job.mask)
         slot.checksum, slot.created, slot.tick = image.checksum, time.time(), graph.recency.clock
         if not graph.attach(slot, reservation):
@@ -353,6 +375,13 @@ def _most_rows(node: Node, wanted: int) -> Slot | None:
     """Of a block's windows in RAM the one that has most rows of the `wanted` tokens (a bit each)."""
     here = (slot for slot in node.windows if slot.image is not None)
     return max(here, key=lambda slot: sum((m & wanted).bit_count() for m in slot.mask), default=None)
+
+
+def _unknown(live: Masks, slots: Iterable[Slot]) -> Masks:
+    """Of each mask the tokens that none of these windows has."""
+    for slot in slots:
+        live = _without(live, slot.mask)
+    return live
 
 
 def _without(masks: Masks, others: Masks) -> Masks:

@@ -421,8 +421,7 @@ class NeighboursMachine(CacheMachine):
             self.cache.keep_hot(prompt, live)
         self.stored.append(tokens)
         self.sure.append(tokens)
-        if "ssd_dir" not in self.options:  # what the SSD alone has is not read for it
-            self.as_if_alone(tokens, live)
+        self.as_if_alone(tokens, live)
         self.fetch(tokens, 0)
 
     @rule(tokens=prompts, leave=st.integers(0, 3))

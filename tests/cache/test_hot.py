@@ -193,15 +193,18 @@ def test_what_is_not_stored_is_not_hot(cache):
     assert cache.fetch(LONG, model="m")[0] is None
 
 
-def test_rows_that_a_fetch_would_not_give_are_not_hot(tmp_path):
+@pytest.mark.parametrize("off", [0, 1e-3])
+def test_rows_that_a_fetch_would_not_give_are_not_hot(tmp_path, off):
     with PrefixCache(ram="20MB", codec="turboquant:4", ssd_dir=tmp_path, ssd="50MB", memory_reserve=0) as cache:
         asked = cache.prompt(LONG, model="m")
         cache.store(asked, live := states.uneven(LONG))
         assert cache.keep_hot(asked, live) == 0  # they are as they were computed
         assert cache.flush(30)
         cache.trim_to(0)
-        cache.store(asked, live, write_back_from=0)  # what the SSD alone has is not read for it
-        assert cache.keep_hot(asked, live) == 0
+        for layer in live:
+            layer.keys += off  # computed in another batch, say
+        cache.store(asked, live, write_back_from=0)
+        assert bool(cache.keep_hot(asked, live)) is (off == 0)
         made, rest = cache.fetch(asked, leave=0, promote=True)
         assert rest == []
         assert cache.keep_hot(asked, made)

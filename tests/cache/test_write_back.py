@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -206,6 +207,69 @@ def test_blocks_that_stood_already_are_decoded_into_the_live_cache(stood: int) -
         stands = stood // BLOCK * BLOCK
         assert alike([live[1]], [back[1]]) or stands < stood  # a tail's window is the older prompt's, as is the block's
         cache.check_integrity()
+
+
+@pytest.mark.parametrize("codec", ["turboquant", "turboquant:3", "raw"])
+@pytest.mark.parametrize("window", [None, *sorted(WINDOWS)])
+@pytest.mark.parametrize("restart", [True, False])
+def test_blocks_that_the_ssd_alone_has_are_made_again(
+    tmp_path: Path, codec: str, window: str | None, restart: bool
+) -> None:
+    """And are in RAM again without a read, since they are the same ones."""
+    tokens, values = list(range(700)), {"ram": "50MB", "codec": codec, "ssd_dir": tmp_path, "ssd": "50MB"}
+
+    def computed() -> list[Any]:
+        return extend([KVCache(), WINDOWS[window]() if window is not None else KVCache()], some_rows(700), 0, 700)
+
+    cache = PrefixCache(**values)
+    cache.store(tokens, first := computed(), model="m", write_back_from=0)
+    kept = images(cache)
+    assert cache.flush(30)
+    if restart:
+        cache.close()
+        cache = PrefixCache(**values)
+    with cache:
+        cache.trim_to(0)
+        assert cache.match(tokens, model="m") == (0, 700)
+        stored = cache.store(tokens, again := computed(), model="m", write_back_from=0)
+        assert (stored.tokens, stored.new_tokens, stored.new_bytes) == (700, 0, 0)
+        assert alike(first, again)
+        stats = cache.stats()
+        assert (stats.pinned, stats.ram_reserved, stats.ssd.read_bytes) == (0, 0, 0)
+        cache.check_integrity()
+        assert images(cache) == (kept if codec != "raw" else {})  # where nothing changes, nothing is made
+        made, rest = cache.fetch(tokens, model="m", leave=0, promote=True)
+        assert (made is not None, rest) == (True, [])
+        assert alike(again, made)
+
+
+@pytest.mark.parametrize("window", [None, *sorted(WINDOWS)])
+def test_blocks_that_the_ssd_alone_has_stay_as_they_are_where_rows_round_otherwise(
+    tmp_path: Path, window: str | None
+) -> None:
+    """They go back as an empty cache would have them. No image is replaced, or taken for another."""
+    tokens = list(range(700))
+
+    def computed(seed: int) -> list[Any]:
+        layers = [KVCache(), WINDOWS[window]() if window is not None else KVCache()]
+        return extend(layers, some_rows(700, seed), 0, 700)
+
+    with PrefixCache(ram="50MB", codec="turboquant") as fresh:
+        fresh.store(tokens, alone := computed(1), model="m", write_back_from=0)
+    with PrefixCache(ram="50MB", codec="turboquant", ssd_dir=tmp_path, ssd="50MB") as cache:
+        cache.store(tokens, first := computed(0), model="m", write_back_from=0)
+        assert cache.flush(30)
+        cache.trim_to(0)
+        stored = cache.store(tokens, again := computed(1), model="m", write_back_from=0)
+        assert (stored.tokens, stored.new_tokens, stored.new_bytes) == (700, 0, 0)
+        assert alike(again, alone)
+        stats = cache.stats()
+        assert (stats.pinned, stats.ram_reserved) == (0, 0)
+        assert cache.match(tokens, model="m") == (0, 700)
+        cache.check_integrity()
+        made, rest = cache.fetch(tokens, model="m", leave=0, promote=True)
+        assert (made is not None, rest) == (True, [])
+        assert alike(first, made)
 
 
 def test_a_second_store_changes_nothing_and_stores_nothing() -> None:
