@@ -1,7 +1,8 @@
 """Bytes between the host's memory and an NVIDIA GPU's, through pinned memory that the GPU reads and writes by itself.
 
 MLX takes bytes into memory whose pages go to the GPU one fault at a time, at 2 GB/s where the bus has 50; decision 0041. Here
-threads copy to and from a few buffers of pinned memory while the GPU works on others. Called by `interchange`, from any thread.
+threads copy to and from a few buffers of pinned memory while the GPU works on others. Called by `interchange`, from any
+thread.
 """
 
 from __future__ import annotations
