@@ -212,10 +212,12 @@ def test_blocks_that_stood_already_are_decoded_into_the_live_cache(stood: int) -
 @pytest.mark.parametrize("codec", ["turboquant", "turboquant:3", "raw"])
 @pytest.mark.parametrize("window", [None, *sorted(WINDOWS)])
 @pytest.mark.parametrize("restart", [True, False])
+@pytest.mark.parametrize("here", [True, False])
 def test_blocks_that_the_ssd_alone_has_are_made_again(
-    tmp_path: Path, codec: str, window: str | None, restart: bool
+    tmp_path: Path, codec: str, window: str | None, restart: bool, here: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And are in RAM again without a read, since they are the same ones."""
+    monkeypatch.setattr("prefixcache.layers.encode.on_cpu", lambda: here)
     tokens, values = list(range(700)), {"ram": "50MB", "codec": codec, "ssd_dir": tmp_path, "ssd": "50MB"}
 
     def computed() -> list[Any]:
