@@ -42,6 +42,7 @@ from prefixcache.layers.read_ahead import ReadAhead
 from prefixcache.layers.stored import StoredPrompt
 from prefixcache.memory import machine_memory, trim_process_memory
 from prefixcache.metrics.logs import UsageLog
+from prefixcache.metrics.rates import MeasuredRates
 from prefixcache.metrics.stats import Stats
 from prefixcache.ranks.agreement import Ranks
 from prefixcache.remote.client import Client, open_client
@@ -60,6 +61,7 @@ from prefixcache.store_fetch_remove.pins import Pinned, Pins
 from prefixcache.store_fetch_remove.pruning import Deleted, clear_namespaces, prune_namespaces, prune_tier, roots_meant
 from prefixcache.store_fetch_remove.remove import remove, remove_following
 from prefixcache.store_fetch_remove.selection import Selection
+from prefixcache.store_fetch_remove.slow_hits import decline_slow
 from prefixcache.store_fetch_remove.stats import collect_stats
 from prefixcache.store_fetch_remove.store import StoreCall, Stored
 from prefixcache.tiers.hot import HotPrompts
@@ -95,7 +97,8 @@ class PrefixCache:
     Thread-safe: any thread may call anything, but for what the ranks of a `group` call together. MLX runs only in `store`,
     `fetch` and `StoredPrompt`, on the caller's thread and stream. Nothing waits for the disk or the remote tier but `flush`,
     `close`, the future of `promote`, and where it is asked for `fetch` (`promote=True`) and `store` (the setting
-    `spill="wait"`). `ranks`: those of the group, None where there is a single process.
+    `spill="wait"`). `ranks`: those of the group, None where there is a single process. `rates`: how long fetches and prefills
+    take here, see `learn_prefill`.
     """
 
     def __init__(self, settings: Settings | None = None, *, group: mx.distributed.Group | None = None, **values: Any):
@@ -116,6 +119,7 @@ class PrefixCache:
         self.settings = settings if settings is not None else Settings(**values)
         self.codec: Codec = self.settings.codec if self.settings.codec is not None else TurboQuant()
         allow(*self.settings.allow_classes)
+        self.rates = MeasuredRates()
         self.ranks = Ranks(group) if group is not None and group.size() > 1 else None
         if self.ranks is not None:
             self.settings = _of_rank(self.settings, self.ranks)
@@ -444,15 +448,32 @@ class PrefixCache:
         def decode(leave: int) -> tuple[list[Any] | None, int]:
             return self._decode(prompt, leave, room, read_ahead)
 
-        if self.ranks is None:
-            made, depth = decode(leave)
-        else:
+        if self.ranks is not None:
             made, depth = taken_by_all(self.ranks, prompt, leave, decode)
+        else:
+            made, depth = decode(self._worth(prompt, leave))
         prompt.given_rows.tokens = depth
         self._count(prompt, depth)
         duration = durations.fetch_hit if made is not None else durations.fetch_miss
         duration.observe(time.monotonic() - began)
         return made, prompt.given[depth : len(prompt)] if made is not None else prompt.given
+
+    @property
+    def declines_slow_hits(self) -> bool:
+        """Whether `fetch` declines hits that take longer than computing: the setting. Ranks don't, whose times differ."""
+        return self.settings.decline_slow_hits and self.ranks is None
+
+    def _worth(self, prompt: Prompt, leave: int) -> int:
+        """Return how many tokens to leave, so that what is hit is quicker fetched than computed."""
+        self._check_open()
+        return decline_slow(self._storage, self.rates, prompt, leave) if self.declines_slow_hits else leave
+
+    def learn_prefill(self, tokens: int, seconds: float, *, model: str) -> None:
+        """Hear that computing so many tokens of a prompt of `model` took so many seconds: its prefill, or what was left of it
+        behind a hit. With the setting `decline_slow_hits`, `fetch` declines a hit that would take clearly longer, or gives
+        only what is hot of it, once both were measured a few times.
+        """
+        self.rates.learn_prefill(as_model(model), number(tokens, "learn_prefill", "tokens"), seconds)
 
     def _bring(self, prompt: Prompt, leave: int, room: int | None) -> ReadAhead | None:
         """Promote, and wait for it. Return what could be decoded meanwhile."""
@@ -478,7 +499,10 @@ class PrefixCache:
             stored, pinned = hit
             try:
                 spare = len(prompt) - stored.tokens if room is None else room
+                began = time.monotonic()
                 made = stored.dequantize(spare, read_ahead)
+                if read_ahead is None:
+                    self.rates.learn_fetch(prompt.model, stored.tokens, time.monotonic() - began)
             except DamagedBlock as damage:
                 discard_damaged(self._storage, prompt, stored, damage)
                 read_ahead = None

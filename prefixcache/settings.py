@@ -63,6 +63,11 @@ class Settings(BaseSettings):
         'free, and leaves before any image. On an NVIDIA GPU it is of its memory instead. "auto": a quarter of the budget, '
         "or an eighth of the GPU's memory. 0: none",
     )
+    decline_slow_hits: bool = Field(
+        False,
+        description="give no hit, or only what is hot of it, where computing is clearly quicker: fetches and prefills are "
+        "measured. serve does so, unless told otherwise",
+    )
     ssd_dir: Path | None = Field(None, description="directory of the SSD tier; none: RAM only")
     ssd: AutoSize = Field(
         "auto", description='limit of the directory on disk. "auto": half of the free space. 0: RAM only'

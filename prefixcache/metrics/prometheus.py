@@ -92,6 +92,12 @@ EVENTS = (  # since the cache was opened, of `Counters`
         "makes, and left alone.",
         "of_other_form",
     ),
+    Series(
+        "declined_hits",
+        "Hits that were not given, or only what was hot of them, since computing is quicker (setting decline_slow_hits).",
+        "declined_hits",
+    ),
+    Series("declined_hit_tokens", "Tokens that RAM had and declined hits did not give.", "declined_hit_tokens"),
     Series("failed_hits", "Hits that were deleted, since the model could not go on from them.", "failed_hits"),
     Series("promoted_tokens", "Tokens brought from SSD to RAM.", "promoted_tokens"),
     Series("promoted_bytes", "Bytes brought from SSD to RAM.", "promoted_bytes"),

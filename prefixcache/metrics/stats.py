@@ -84,6 +84,10 @@ class Counters:
     remote_hit_tokens: int = 0  # and of tokens that the remote tier had brought
     remote_promoted_images: int = 0  # images that came from the remote tier
     of_other_form: int = 0  # fetches that left a deeper hit alone: the caller makes prompt caches of another form
+    declined_hits: int = (
+        0  # fetches that gave no hit, or a part, since computing is quicker (setting decline_slow_hits)
+    )
+    declined_hit_tokens: int = 0  # tokens of RAM's that they did not give
     failed_hits: int = 0  # hits that were deleted since the model could not go on from them
     promoted_tokens: int = 0
     promoted_bytes: int = 0

@@ -1,7 +1,7 @@
 """Whether a server should wait for the SSD and the remote tier, or compute a prompt again, by measured rates.
 
-`MeasuredRates` learns from use how fast the SSD reads and the model computes. `ReadOrCompute` asks it before a prefill,
-starts the promotion, and says how long waiting for it pays. The servers wait, or serve others meanwhile.
+`ReadOrCompute` tells the cache's `MeasuredRates` how fast the SSD reads and the model computes, and asks them before a
+prefill. It starts the promotion, and says how long waiting for it pays. The servers wait, or serve others meanwhile.
 """
 
 from __future__ import annotations
@@ -14,59 +14,19 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FuturesTimeout
 from contextlib import suppress
+from functools import partial
 from typing import NamedTuple
 
 import xxhash
 
 from prefixcache.cache import Match, PrefixCache
 from prefixcache.keys import TOKEN_BYTES
-from prefixcache.metrics.moving_average import MovingAverage
 from prefixcache.ranks.agreement import MAX, Ranks
 from prefixcache.tiers.prompt import Prompt
 
 log = logging.getLogger("prefixcache")
 
-READ_LATENCY = 0.002  # seconds of a promotion beside its bytes
-ASSUMED_BYTES = 500e6  # read a second, before anything was read: a slow SSD
-ASSUMED_TOKENS = 667.0  # computed a second, before anything was computed: 30 s for 20,000
-DECODE_TOKENS = 16  # tokens of a prefill that take about as long as one generated token
-MIN_TOKENS = 64  # of a prompt: fewer computed ones say nothing about the speed
 MAX_REQUESTS = 256  # whose time is taken at once
-
-
-class MeasuredRates:
-    """Tokens computed and bytes read per second, here. Thread-safe: `_lock` guards both averages."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._tokens = MovingAverage(ASSUMED_TOKENS)
-        self._bytes = MovingAverage(ASSUMED_BYTES)
-
-    def read(self, nbytes: int, seconds: float) -> None:
-        """Learn that a promotion read so many bytes in so many seconds."""
-        if nbytes > 0 and seconds > 0:
-            with self._lock:
-                self._bytes.add(nbytes, seconds)
-
-    def computed(self, tokens: int, seconds: float, generated: int = 0) -> None:
-        """Learn that a request computed so many tokens of its prompt, and generated so many, in so many seconds."""
-        if tokens >= MIN_TOKENS and generated >= 0 and seconds > 0:
-            with self._lock:
-                self._tokens.add(tokens + DECODE_TOKENS * generated, seconds)
-
-    def reading(self, nbytes: int) -> float:
-        """Return how many seconds reading so many bytes will take."""
-        with self._lock:
-            return READ_LATENCY + nbytes / self._bytes.per_second()
-
-    def computing(self, tokens: int) -> float:
-        """Return how many seconds a prefill of so many tokens will take."""
-        return tokens / self.prefill_rate()
-
-    def prefill_rate(self) -> float:
-        """Return how many tokens are computed a second."""
-        with self._lock:
-            return self._tokens.per_second()
 
 
 class _TimedPrefill(NamedTuple):
@@ -118,7 +78,7 @@ class ReadOrCompute:
             raise ValueError(f"longest={longest!r}: give seconds, 0 or more")
         self.cache = cache
         self.longest = longest
-        self.rates = MeasuredRates()
+        self.rates = cache.rates
         self.waited = 0  # promotions that were worth a wait
         self.late = 0  # of those that `wait` waited for, those that had not ended when it stopped to pay
         self.passed = 0  # promotions not waited for: computing is quicker
@@ -139,17 +99,19 @@ class ReadOrCompute:
         more, beyond = match.ssd - match.ram, len(prompt) - leave - match.ssd
         remote, local, costs = None, None, Costs()
         try:
-            remote = self.cache.promote_remote(prompt, leave=leave, prefill_rate=self.rates.prefill_rate())
+            prefill_rate = len(prompt) / self.rates.computing(prompt.model, len(prompt)) if len(prompt) else None
+            remote = self.cache.promote_remote(prompt, leave=leave, prefill_rate=prefill_rate)
             if more > 0:
                 if ranks is not None:  # deeper than all ranks can go is of no use
                     leave = len(prompt) - match.ssd
                 nbytes = self.cache.unread(prompt, leave=leave)
-                local, costs = self._read(prompt, leave, nbytes), Costs(self.rates.reading(nbytes))
+                local, costs = self._read(prompt, leave, nbytes), Costs(self._until_decoded(prompt, nbytes, more))
         except Exception as error:
             if ranks is None:
                 raise
             log.warning("a promotion failed, so this rank has what RAM has: %s", error)
-        costs = Costs(costs.reading, self.rates.computing(more), self.rates.computing(beyond), remote is not None)
+        computing = partial(self.rates.computing, prompt.model)
+        costs = Costs(costs.reading, computing(more), computing(beyond), remote is not None)
         if ranks is not None and (more > 0 or self.cache.settings.remote is not None):
             costs = _agreed(ranks, costs)
         worth = min(costs.computing, self.longest)
@@ -164,6 +126,11 @@ class ReadOrCompute:
             return AwaitedPromotions(promotions, min(longest, self.longest), True)
         return AwaitedPromotions(promotions, worth) if waits else None
 
+    def _until_decoded(self, prompt: Prompt, nbytes: int, tokens: int) -> float:
+        """Return the seconds from here on to a hit of these bytes and tokens, as far as its decoding counts."""
+        decoding = self.rates.fetching(prompt.model, tokens) if self.cache.declines_slow_hits else 0.0
+        return self.rates.reading(nbytes) + decoding
+
     def _read(self, prompt: Prompt, leave: int, nbytes: int) -> Future[int]:
         """Start to promote the bytes that the SSD has, and learn from it how long that takes."""
         started = time.monotonic()
@@ -173,7 +140,7 @@ class ReadOrCompute:
             seconds = time.monotonic() - started
             if not done.cancelled() and done.exception() is None:
                 with suppress(RuntimeError):  # the cache was closed
-                    self.rates.read(nbytes - self.cache.unread(prompt, leave=leave), seconds)
+                    self.rates.learn_read(nbytes - self.cache.unread(prompt, leave=leave), seconds)
 
         if not future.done():  # else another had begun to read it
             future.add_done_callback(learn)
@@ -206,7 +173,8 @@ class ReadOrCompute:
             for length, digest in reversed(self._requests):
                 if length - 1 <= len(stored) and _prompt_key(stored, length) == (length, digest):
                     request = self._requests.pop((length, digest))
-                    self.rates.computed(request.computed, now - request.started, max(len(stored) - length, 0))
+                    generated = max(len(stored) - length, 0)
+                    self.rates.learn_prefill(stored.model, request.computed, now - request.started, generated)
                     return
 
 

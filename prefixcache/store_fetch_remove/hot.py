@@ -57,20 +57,28 @@ def keep_hot(storage: Storage, namespaces: Namespaces, prompt: Prompt, prompt_ca
 def hot_hit(storage: Storage, prompt: Prompt, leave: int) -> HotHit | None:
     """Return the deepest hot prompt, where images in RAM don't reach deeper: at a boundary that images can be hit at."""
     with storage.lock:
-        if not len(storage.hot):
+        hot, depth = deepest_hot(storage, prompt, leave)
+        if hot is None:
             return None
         in_ram = prompt.deepest(RAM, leave)
-        best, deepest = None, in_ram.depth if in_ram is not None else 0
-        for namespace in prompt.namespaces():
-            for hot in storage.hot.of(namespace.row.root):
-                depth = _depth(storage, prompt, namespace, hot, max(len(prompt) - leave, 0))
-                if depth and (depth > deepest or (depth == deepest and best is None)):
-                    best, deepest = hot, depth
-        if best is None:
+        if in_ram is not None and in_ram.depth > depth:
             return None
-        storage.hot.touch(best)
-        storage.counters.hot_hit_tokens += deepest
-        return HotHit(best.state, deepest)
+        storage.hot.touch(hot)
+        storage.counters.hot_hit_tokens += depth
+        return HotHit(hot.state, depth)
+
+
+def deepest_hot(storage: Storage, prompt: Prompt, leave: int) -> tuple[HotPrompt | None, int]:
+    """Return the hot prompt that gives most of the tokens but the last `leave`, and how many; (None, 0) where none gives any.
+    Called under the storage's lock.
+    """
+    best, deepest = None, 0
+    for namespace in prompt.namespaces() if len(storage.hot) else ():
+        for hot in storage.hot.of(namespace.row.root):
+            depth = _depth(storage, prompt, namespace, hot, max(len(prompt) - leave, 0))
+            if depth > deepest:
+                best, deepest = hot, depth
+    return best, deepest
 
 
 def forget_deleted(storage: Storage) -> None:

@@ -18,6 +18,7 @@ from prefixcache.ssd import open_directory, writer
 from prefixcache.store_fetch_remove import namespaces
 from prefixcache.tiers import ram
 from prefixcache.tiers.admission import SHARE
+from tests.given_rates import computing_is
 from tests.models import states
 from tests.models.transforming import uneven_basis
 from tests.waiting import until
@@ -73,6 +74,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.options = {"ram": ram, "codec": self.codec, "spill": spill, "spill_wait": 5, "spill_on_close": close}
         if tier != "ram only":
             self.options |= {"ssd_dir": self.dir / "ssd", "ssd": "30MB"}
+        self.options["decline_slow_hits"] = True  # none is slow: nobody says what computing takes
         self.roomy = ram > 1_000_000
         self.stored: list[list[int]] = []  # all that was ever stored and may be found
         self.sure: list[list[int]] = []  # what must be found: stored, and not removed nor lost since
@@ -118,6 +120,18 @@ class CacheMachine(RuleBasedStateMachine):
         if made is None:
             assert depth == 0
         else:
+            self.check(made, tokens[:depth])
+
+    @rule(tokens=prompts, leave=st.integers(0, 3))
+    def fetch_where_computing_is_quicker(self, tokens, leave):
+        """What is hot is given, and no more."""
+        learnt, self.cache.rates = self.cache.rates, computing_is("quicker")
+        before = self.cache.stats().counters.hot_hit_tokens
+        made, rest = self.cache.fetch(tokens, model="m", leave=leave)
+        self.cache.rates = learnt
+        depth = len(tokens) - len(rest)
+        assert depth == self.cache.stats().counters.hot_hit_tokens - before
+        if made is not None:
             self.check(made, tokens[:depth])
 
     @rule(tokens=prompts, leave=st.integers(0, 3), write_back=st.booleans())

@@ -67,6 +67,7 @@ OTHERS = {  # one for each field of Settings: the flag's text, and what it means
     "spill_wait": ("0.5", 0.5),
     "spill_queue": ("1GB", 10**9),
     "hot": ("2GB", 2 * 10**9),
+    "decline_slow_hits": (True, True),
     "spill_idle": ("3GB", 3 * 10**9),
     "spill_on_close": (False, False),
     "close_timeout": ("60", 60.0),
@@ -95,7 +96,7 @@ def test_every_setting_has_a_flag(name: str, monkeypatch: pytest.MonkeyPatch) ->
 
     text, value = OTHERS[name]
     flag = f"--{name.replace('_', '-')}"
-    line = [f"--no-{flag[2:]}"] if text is False else [flag, text]
+    line = [flag] if text is True else [f"--no-{flag[2:]}"] if text is False else [flag, text]
     if isinstance(text, list):
         line = [part for one in text for part in (flag, one)]
     done = CliRunner().invoke(command, line)

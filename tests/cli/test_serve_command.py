@@ -11,6 +11,7 @@ import pytest
 from mlx_lm import server as upstream
 
 from prefixcache import PrefixCache, Settings
+from prefixcache.servers.mlx_lm.errors import ServeError
 from tests.models.families import MLX_LM_0_31
 from tests.servers.forked import run
 from tests.servers.serving import save_adapter, save_model, serve, starting, text
@@ -103,6 +104,25 @@ def test_the_help_names_its_own_flags_and_leads_to_mlx_lms(call):
 )
 def test_what_cant_be_served_is_told_in_one_line(call, model, flags, told):
     assert told in refused_here(call, "--model", model, *flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "variable", "declines"),
+    [
+        ((), "", True),
+        (("--no-decline-slow-hits",), "", False),
+        ((), "no", False),
+        (("--decline-slow-hits",), "no", True),
+    ],
+)
+def test_a_server_declines_slow_hits_unless_told_otherwise(call, model, monkeypatch, flags, variable, declines):
+    def serve(settings: Settings, *others: object) -> None:
+        raise ServeError(f"declines: {settings.decline_slow_hits}")
+
+    monkeypatch.setattr("prefixcache.servers.mlx_lm.serve.serve", serve)
+    if variable:
+        monkeypatch.setenv("PREFIXCACHE_DECLINE_SLOW_HITS", variable)
+    assert f"declines: {declines}" in refused_here(call, "--model", model, *flags)
 
 
 def test_folders_that_lack_their_config_are_told(call, model, tmp_path):

@@ -38,7 +38,7 @@ def alike(names: str) -> dict[str, str]:
 # Metrics and the fields that they are. What a label tells apart adds up to what the fields say.
 EVENTS = {
     **alike("fetches promoted_tokens promoted_bytes stores stored_bytes recoded_tokens dropped_bytes write_errors"),
-    **alike("failed_hits hot_hit_tokens idle_bytes remote_promoted_images"),
+    **alike("declined_hits declined_hit_tokens failed_hits hot_hit_tokens idle_bytes remote_promoted_images"),
     "dropped_images": "dropped",
     "forgotten_images": "forgotten",
     "corrupt_images": "corrupt",

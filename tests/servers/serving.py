@@ -114,10 +114,10 @@ def save_adapter(folder: Path, model: Path, seed: int = 1) -> Path:
 
 
 def serve(flags: list[str]) -> None:
-    """`prefixcache serve`."""
+    """`prefixcache serve`, which gives every hit: what is hit must not depend on how fast this machine is."""
     from prefixcache.cli import app
 
-    app(["serve", *flags], prog_name="prefixcache")
+    app(["serve", "--no-decline-slow-hits", *flags], prog_name="prefixcache")
 
 
 class Endpoint:

@@ -23,6 +23,7 @@ from prefixcache import PrefixCache
 from prefixcache.servers.mlx_lm.answers import StepFailed
 from prefixcache.servers.mlx_lm.generator import Generator
 from prefixcache.servers.mlx_lm.prefill import BlockKeeper
+from tests.given_rates import computing_is
 from tests.servers.serving import SECONDS, serve, starting, text, user, wait_for
 from tests.servers.test_requests import Asked, generating
 
@@ -93,9 +94,9 @@ def test_a_hit_that_is_deleted_stays_away_after_a_restart(model, opened, plain, 
         Asked(generator, user(of)).answered()
     cache.close()
     with PrefixCache(ssd_dir=tmp_path / "ssd", codec="raw", **CACHE) as cache:
+        cache.rates = computing_is("forever")
         with generating(cache, "--model", model) as generator:
             generator.model_provider.form = None
-            generator.prompts.promotions.rates.computed(100, 1000.0)
             again = Asked(generator, user(of))
             assert (again.computed, again.tokens) == (1, plain(of))
         assert cache.stats().counters.failed_hits == 0

@@ -1,14 +1,14 @@
-"""When waiting for the SSD pays: rates that are learned, and a wait that ends."""
+"""When waiting for the SSD pays: a wait that ends, and what is learnt from requests."""
 
 from concurrent.futures import Future
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from prefixcache import PrefixCache
+from prefixcache.metrics.rates import DECODE_TOKENS
 from prefixcache.servers import read_or_compute
-from prefixcache.servers.read_or_compute import DECODE_TOKENS, MeasuredRates, ReadOrCompute
+from prefixcache.servers.read_or_compute import ReadOrCompute
+from tests.given_rates import computing_is
 from tests.models import states
 from tests.servers.slow_disk import slow_disk
 
@@ -21,54 +21,6 @@ def cache():
         yield opened
 
 
-def test_before_anything_was_measured_rates_are_cautious_guesses():
-    rates = MeasuredRates()
-    assert 0 < rates.reading(0) < rates.reading(10**9) < 10
-    assert 0 < rates.computing(2000) < 10
-
-
-@given(
-    st.floats(1e-5, 1e-1),
-    st.lists(st.tuples(st.integers(64, 5000), st.integers(0, 500)), min_size=1),
-)
-def test_the_time_of_an_answer_is_not_taken_for_its_prompts(each, requests):
-    rates = MeasuredRates()
-    for computed, generated in requests:
-        rates.computed(computed, each * (computed + DECODE_TOKENS * generated), generated)
-    assert rates.computing(1000) == pytest.approx(1000 * each)
-
-
-def test_a_few_tokens_and_a_few_bytes_say_little_of_many():
-    rates = MeasuredRates()
-    for _ in range(5):
-        rates.read(10**9, 1.0)
-        rates.computed(10_000, 10.0)
-    for _ in range(5):
-        rates.read(1000, 0.001)
-        rates.computed(10, 10.0)
-    assert rates.reading(10**9) == pytest.approx(1.0, rel=0.1)
-    assert rates.computing(10_000) == pytest.approx(10.0)
-
-
-@given(st.lists(st.tuples(st.integers(0, 10**6), st.integers(-5, 10**5), st.floats(-1, 1e4)), max_size=40))
-def test_no_measurement_makes_an_estimate_negative(measured):
-    rates = MeasuredRates()
-    for a, b, seconds in measured:
-        rates.computed(a, seconds, b)
-        rates.read(a, seconds)
-    assert rates.computing(100) >= 0
-    assert rates.reading(100) > 0
-
-
-def test_rates_follow_the_machine():
-    rates = MeasuredRates()
-    for _ in range(50):
-        rates.read(10**6, 0.01)
-    for _ in range(50):
-        rates.read(10**6, 1.0)
-    assert rates.reading(10**6) == pytest.approx(1.0, rel=0.1)
-
-
 def test_a_request_teaches_once_at_the_end_of_its_prefill_or_of_its_answer(cache, monkeypatch):
     now, reading = [0.0], ReadOrCompute(cache)
     prompt, answered = (cache.prompt(range(n), model="m") for n in (1000, 1100))
@@ -78,20 +30,22 @@ def test_a_request_teaches_once_at_the_end_of_its_prefill_or_of_its_answer(cache
     reading.ended(prompt.first(256))  # an earlier boundary
     now[0] = 2.0
     reading.ended(prompt.first(999))
-    assert reading.rates.computing(500) == pytest.approx(2.0)
+    assert reading.rates.computing("m", 500) == pytest.approx(2.0)
     now[0] = 100.0
     reading.ended(answered)
-    assert reading.rates.computing(500) == pytest.approx(2.0)
-    reading.began(prompt, 500)
+    assert reading.rates.computing("m", 500) == pytest.approx(2.0)
+    others = cache.prompt(range(1100), model="n")
+    reading.began(others.first(1000), 500)
     now[0] = 110.0
-    reading.ended(answered.first(1000 + 1000 // DECODE_TOKENS))
-    assert 2.0 < reading.rates.computing(500) < 5.0
+    reading.ended(others.first(1000 + 1000 // DECODE_TOKENS))
+    assert 2.0 < reading.rates.computing("n", 500) < 5.0
 
 
 @pytest.fixture
-def on_ssd(tmp_path):
-    """A cache whose SSD alone has LONG."""
-    with PrefixCache(ram="10MB", codec="raw", ssd_dir=tmp_path, ssd="50MB") as cache:
+def on_ssd(tmp_path, request):
+    """A cache whose SSD alone has LONG. `request.param`: whether it declines slow hits."""
+    declines = getattr(request, "param", False)
+    with PrefixCache(ram="10MB", codec="raw", ssd_dir=tmp_path, ssd="50MB", decline_slow_hits=declines) as cache:
         cache.store(LONG, states.sliceable(LONG), model="m")
         cache.flush(10)
         cache.trim_to(0)
@@ -113,18 +67,26 @@ def test_what_the_ssd_has_is_waited_for(on_ssd):
 def test_what_is_quicker_computed_is_not_waited_for_but_comes_for_the_next(on_ssd):
     reading = ReadOrCompute(on_ssd)
     for _ in range(20):
-        reading.rates.computed(10_000, 0.001)
+        reading.rates.learn_prefill("m", 10_000, 0.001)
     reading.wait(on_ssd.prompt(LONG, model="m"))
     assert (reading.waited, reading.passed) == (0, 1)
     assert on_ssd.promote(LONG, model="m").result(10) == 1000
+
+
+@pytest.mark.parametrize("on_ssd", [True, False], indirect=True)
+def test_a_hit_that_would_be_declined_is_not_waited_for(on_ssd):
+    on_ssd.rates = computing_is("quicker")  # than decoding; what is read is nothing beside it
+    reading = ReadOrCompute(on_ssd)
+    reading.wait(on_ssd.prompt(LONG, model="m"))
+    assert (reading.waited, reading.passed) == ((0, 1) if on_ssd.declines_slow_hits else (1, 0))
 
 
 def test_a_wait_is_never_longer_than_the_longest(on_ssd):
     with slow_disk(on_ssd):
         reading = ReadOrCompute(on_ssd, longest=0.1)
         for _ in range(20):
-            reading.rates.computed(100, 1000.0)
-        assert reading.rates.computing(1000) > 1000
+            reading.rates.learn_prefill("m", 100, 1000.0)
+        assert reading.rates.computing("m", 1000) > 1000
         reading.wait(on_ssd.prompt(LONG, model="m"))
         assert reading.late == 1
 

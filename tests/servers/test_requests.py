@@ -26,12 +26,12 @@ from prefixcache.servers.mlx_lm.arguments import read_flags
 from prefixcache.servers.mlx_lm.generator import Generator
 from prefixcache.servers.mlx_lm.provider import Provider
 from prefixcache.servers.mlx_lm.turns import IDLE_POLLS, IdlePool, TimeBudget
+from tests.given_rates import computing_is
 from tests.models.families import MLX_LM_0_31
 from tests.servers.serving import SECONDS, Message, save_model, text, user, wait_for
 from tests.servers.slow_disk import slow_disk
 
 ONLY_0_32 = pytest.mark.skipif(MLX_LM_0_31, reason="mlx-lm 0.31's server has it not")
-FOREVER = 1000.0  # seconds a request: then reading is always worth it
 
 
 @pytest.fixture(scope="module")
@@ -184,8 +184,8 @@ def stored(original: tuple[Path, list[int]], tmp_path: Path) -> list[int]:
 
 def test_a_request_that_waits_for_the_disk_stops_no_other(models, opened, stored):
     cache = opened()
+    cache.rates = computing_is("forever")
     with generating(cache, "--model", models / "llama") as generator, slow_disk(cache) as go:
-        generator.prompts.promotions.rates.computed(100, FOREVER)
         waiting = Asked(generator, user(text(300, "stored")))
         wait_for(lambda: generator._deferred, "deferred request")
         # Another tenant's: the first tokens of all prompts are the same, and the disk has them.
@@ -207,8 +207,8 @@ def test_a_request_waits_for_the_disk_no_longer_than_computing_takes(models, ope
 @pytest.mark.parametrize("seed", [None, 1])
 def test_a_request_that_has_its_model_loaded_waits_for_the_disk_too(models, opened, stored, seed):
     cache = opened()
+    cache.rates = computing_is("forever")
     with generating(cache) as generator:
-        generator.prompts.promotions.rates.computed(100, FOREVER)
         waiting = Asked(generator, user(text(300, "stored")), model=str(models / "llama"), seed=seed)
         assert (waiting.computed, waiting.tokens) == (1, stored)
 
@@ -216,8 +216,8 @@ def test_a_request_that_has_its_model_loaded_waits_for_the_disk_too(models, open
 def test_requests_that_waited_for_the_disk_together_compute_the_rest_once(models, opened, stored):
     """They are woken together. Some tens of tokens are in RAM, then, and some hundred are new."""
     cache = opened()
+    cache.rates = computing_is("forever")
     with generating(cache, "--model", models / "llama") as generator, slow_disk(cache) as go:
-        generator.prompts.promotions.rates.computed(100, FOREVER)
         prompt = user(f"{text(300, 'stored')} {text(400, 'more')}")
         together = [Asked(generator, prompt) for _ in range(4)]
         wait_for(lambda: len(generator._deferred) == 4, "deferred requests")
@@ -231,8 +231,9 @@ def test_requests_that_waited_for_the_disk_together_compute_the_rest_once(models
 def test_a_promotion_that_fails_is_a_miss(models, opened, stored, tmp_path):
     for image in (tmp_path / "ssd").rglob("*.safetensors"):
         image.write_bytes(b"damaged")
-    with generating(opened(), "--model", models / "llama") as generator:
-        generator.prompts.promotions.rates.computed(100, FOREVER)
+    cache = opened()
+    cache.rates = computing_is("forever")
+    with generating(cache, "--model", models / "llama") as generator:
         asked = Asked(generator, user(text(300, "stored")))
         assert (asked.cached, asked.tokens) == (0, stored)
 
@@ -261,8 +262,8 @@ def test_a_request_that_comes_from_the_ssd_walks_the_graph_from_the_root_four_ti
     shutil.copytree(directory, tmp_path / "ssd")
     cache = opened()
     graph = cache._storage.graph
+    cache.rates = computing_is("forever")
     with generating(cache, "--model", model) as generator:
-        generator.prompts.promotions.rates.computed(100, FOREVER)
         before = graph.walks
         asked = Asked(generator, [SYSTEM, *user(question)], seed=seed).answered()
     assert asked.cached >= 256

@@ -79,6 +79,7 @@ def serving(log: Path, model: Path, ssd: Path, code: str = "", library: Path | N
     path = os.pathsep.join([*([str(library)] if library else []), str(ROOT)])
     flags = [
         "serve",
+        "--no-decline-slow-hits",
         "--port",
         "0",
         "--model",

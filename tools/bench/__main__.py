@@ -21,7 +21,7 @@ GROUPS = {  # the modules whose FIGURES they are
     "live": ("live", "gpu_live", "prefill"),
     "remote": ("remote", "remote_serving", "remote_peers", "fleet"),
     "ranks": ("ranks",),
-    "server": ("server", "first_tokens", "server_load"),
+    "server": ("server", "first_tokens", "server_load", "slow_hits"),
 }
 
 if __name__ == "__main__":

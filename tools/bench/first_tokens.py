@@ -48,7 +48,7 @@ def beside_stock(plan: Chats, scale: str) -> Iterator[Figure]:
     """Median times to the first token in each phase; every chat has a text of its own, and every server starts empty."""
     texts = Texts()
     with report.scratch() as folder:
-        model = serving.trained_model(folder) if scale == "tiny" else _pretrained(folder)
+        model = serving.trained_model(folder) if scale == "tiny" else pretrained(folder)
         found: dict[str, list[list[Reply]]] = {name: [] for name in COMMANDS}
         for number in range(plan.rounds):
             systems = [texts.piece(plan.system) for _ in range(plan.at_once)]
@@ -105,7 +105,7 @@ def _chats(
     return replies
 
 
-def _pretrained(folder: Path) -> Path:
+def pretrained(folder: Path) -> Path:
     """SmolLM2 as `make real-model` left it, its weights cast to float32: MLX has no fast half precision on a CPU."""
     source, target = default_folder(), folder / "SmolLM2-135M"
     prepare(source)

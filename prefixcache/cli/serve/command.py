@@ -32,6 +32,8 @@ log = logging.getLogger("prefixcache")
 
 OTHERS = "All flags of mlx_lm.server are taken too, such as --model, --host, --port; `mlx_lm.server --help` lists them."
 
+OF_SERVER = {"ssd_missing": "wait", "decline_slow_hits": True}  # unless told otherwise: a server outlives disks
+
 COMMAND = {"context_settings": {"allow_extra_args": True, "ignore_unknown_options": True}, "epilog": OTHERS}
 
 
@@ -63,8 +65,8 @@ def serve(
                 f"--salt-from {requests.salt_from}: salts are made of one header only; write authorization"
             )
         settings = settings_from(flags)
-        if "ssd_missing" not in settings.model_fields_set:  # a server outlives disks
-            settings = settings.model_copy(update={"ssd_missing": "wait"})
+        of_server = {name: value for name, value in OF_SERVER.items() if name not in settings.model_fields_set}
+        settings = settings.model_copy(update=of_server)
         key = admin.key()
         from prefixcache.servers.mlx_lm.errors import ServeError, ServeFailed
         from prefixcache.servers.mlx_lm.options import ClientRules, ServeOptions
