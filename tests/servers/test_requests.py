@@ -21,6 +21,7 @@ from mlx_lm import server as upstream
 from mlx_lm.models.cache import make_prompt_cache
 
 from prefixcache import PrefixCache
+from prefixcache.metrics.rates import LONG
 from prefixcache.servers.mlx_lm.answers import Answers, Ended
 from prefixcache.servers.mlx_lm.arguments import read_flags
 from prefixcache.servers.mlx_lm.generator import Generator
@@ -226,6 +227,34 @@ def test_requests_that_waited_for_the_disk_together_compute_the_rest_once(models
         assert computed[:3] == [1, 1, 1]
         assert 300 < computed[3] < 500
         assert len({tuple(asked.tokens) for asked in together}) == 1
+
+
+@pytest.mark.parametrize("seed", [None, 1])  # in a batch, or one by one
+def test_a_slow_hit_is_computed_and_a_hot_one_given(models, opened, seed):
+    cache = opened(disk=False, decline_slow_hits=True)
+    cache.rates = computing_is("quicker")
+    with generating(cache, "--model", models / "llama") as generator:
+        first = Asked(generator, user(text(300)), seed=seed).answered()
+        assert generator.wait_for_stores(SECONDS)
+        hot = Asked(generator, user(text(300)), seed=seed)
+        assert (hot.computed, hot.tokens) == (1, first.tokens)
+        assert generator.wait_for_stores(SECONDS)  # else it may become hot afterwards
+        cache._storage.hot.clear()
+        declined = Asked(generator, user(text(300)), seed=seed)
+        assert (declined.cached, declined.tokens) == (0, first.tokens)
+        counters = cache.stats().counters
+        assert (counters.declined_hits, counters.declined_hit_tokens) == (1, declined.computed - 1)
+
+
+def test_what_prefills_take_is_learnt_without_their_answers(models, opened):
+    cache = opened(disk=False)
+    with generating(cache, "--model", models / "llama") as generator:
+        asked = [Asked(generator, user(text(400, f"{i}"))).answered() for i in range(5)]
+        assert generator.wait_for_stores(SECONDS)
+        (learnt,) = cache.rates._models.values()
+    assert min(one.computed for one in asked) > LONG
+    assert learnt.prefills.tells_of(1000)
+    assert learnt.answers.line() is None
 
 
 def test_a_promotion_that_fails_is_a_miss(models, opened, stored, tmp_path):
