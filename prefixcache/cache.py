@@ -30,13 +30,12 @@ from prefixcache.byte_sizes import parse_size, size
 from prefixcache.codecs import Codec, TurboQuant
 from prefixcache.codecs.transform.bases import Bases
 from prefixcache.codecs.turboquant import backends as turboquant_backends
-from prefixcache.keys import BLOCK, Tokens, as_model, as_salt, as_tokens
+from prefixcache.keys import Tokens, as_model, as_salt, as_tokens
 from prefixcache.layers.adapters import arrays_in
 from prefixcache.layers.classes import allow
 from prefixcache.layers.encode import evaluate
-from prefixcache.layers.finite import NotFinite
 from prefixcache.layers.form import CacheForm
-from prefixcache.layers.image_layout import Plan, live_arrays, read
+from prefixcache.layers.image_layout import live_arrays, read
 from prefixcache.layers.joined import DamagedBlock
 from prefixcache.layers.read_ahead import ReadAhead
 from prefixcache.layers.stored import StoredPrompt
@@ -52,6 +51,7 @@ from prefixcache.ssd import Ssd, WriterEvents
 from prefixcache.ssd.awaited import AwaitedDisk, why_absent
 from prefixcache.ssd.directory import rank_folder, refusal
 from prefixcache.store_fetch_remove.agreed import depths_of_all, taken_by_all
+from prefixcache.store_fetch_remove.behind import StoresBehind
 from prefixcache.store_fetch_remove.fetch import PinnedPrompt, discard_damaged, discard_hit, fill_read_ahead, find
 from prefixcache.store_fetch_remove.hot import forget_deleted, hot_hit, keep_hot
 from prefixcache.store_fetch_remove.image_maker import LiveMaker
@@ -80,6 +80,8 @@ LONGEST = 1 << 24  # tokens that a fetch leaves room for
 LAST_UPLOADS = 5.0  # seconds that close() gives to what waits for the remote tier
 INTERRUPTED_CLOSE = 5.0  # seconds that an interrupted close() gives the SSD
 ANY_LIMIT = 1 << 62  # bytes of an SSD, where its size doesn't matter
+
+NOTHING_STORED = Stored(0, 0, 0, False, ())
 
 _open: set[PrefixCache] = set()  # those that have a directory, until they are closed
 
@@ -146,6 +148,7 @@ class PrefixCache:
         self._pins = Pins(self._storage)
         self._kernels = turboquant_backends.describe()
         self._said_not_finite = False
+        self._behind = StoresBehind()
         self._last_flush = time.monotonic()  # of what was used, to the index
         self._said: set[tuple[str, str]] = set()  # models and layouts of another form that a fetch has left alone
         self._close_lock = threading.RLock()  # a signal's handler may close what is being closed
@@ -316,9 +319,38 @@ class PrefixCache:
         Raises TypeError or ValueError for bad tokens, model or salt, and `CacheError` (a ValueError) for a prompt cache
         that can't be kept: a batch, a class that isn't known, an attribute that isn't plain data, codes of another codec.
         """
-        self._check_open()
         began = time.monotonic()
-        prompt = self._prompt(tokens, model, salt)
+        call = self._store_call(self._prompt(tokens, model, salt), prompt_cache, write_back_from, snapshot=snapshot)
+        if call is None:
+            return NOTHING_STORED
+        stored = call.run()
+        self._warn_of(call)
+        self._storage.counters.durations.store.observe(time.monotonic() - began)
+        return stored
+
+    def store_behind(
+        self, prompt: Prompt, prompt_cache: list[Any], *, write_back_from: int | None = None, snapshot: bool = True
+    ) -> Future[Stored]:
+        """`store`, of which this thread does what reads and changes `prompt_cache`; on a GPU it launches that and waits for
+        nothing. A thread of the cache brings the codes to the host and makes them visible, in the order of the calls. All
+        that this cache is asked for afterwards waits for that. For the chunks of a prefill: until then a GPU holds the codes.
+
+        Raises what `store` raises; the future, what went wrong later: the prompt is then not stored.
+        """
+        began = time.monotonic()
+        call = self._store_call(prompt, prompt_cache, write_back_from, snapshot=snapshot)
+        if call is None:
+            return self._behind.submit(lambda: NOTHING_STORED)
+        end = call.begin()
+        self._warn_of(call)
+        self._storage.counters.durations.store.observe(time.monotonic() - began)
+        return self._behind.submit(end)
+
+    def _store_call(
+        self, prompt: Prompt, prompt_cache: list[Any], write_back_from: int | None, *, snapshot: bool
+    ) -> StoreCall | None:
+        """Check the arguments of `store` and read the prompt cache. None where nothing has gone through it yet."""
+        self._check_open()
         if write_back_from is not None:
             write_back_from = number(write_back_from, "store: write_back_from", "tokens")
         if not len(prompt):
@@ -329,7 +361,7 @@ class PrefixCache:
         limit = min(len(prompt), reading.positions) if reading.positions is not None else len(prompt)
         counted = any(leaf.positions for leaf in reading.leaves)
         if not counted and not any(arrays_in(leaf.state) for leaf in reading.leaves):
-            return Stored(0, 0, 0, False, ())  # nothing has gone through this cache yet
+            return None
         if prompt.form is not None:
             prompt.form.learn(reading.layout)
         namespace = self._namespaces.of_layout(prompt.model, reading.layout, prompt.salt)
@@ -347,20 +379,16 @@ class PrefixCache:
             with_snapshot=bool(plan.snapshots) and agreed and snapshot,
             since=None if plan.lossless else write_back_from,
         )
-        given = prompt.given_rows
-        stored = StoreCall(self._storage, namespace, prompt, limit, maker, sys.intern(prompt.terms.label)).run()
-        if write_back_from is not None and maker.is_written_back and write_back_from <= given.tokens:
-            given.tokens = stored.tokens // BLOCK * BLOCK
-        if maker.not_finite is not None:
-            self._warn_of(maker.not_finite, prompt.model, plan)
-        self._storage.counters.durations.store.observe(time.monotonic() - began)
-        return stored
+        return StoreCall(self._storage, namespace, prompt, limit, maker, sys.intern(prompt.terms.label))
 
-    def _warn_of(self, wrong: NotFinite, model: str, plan: Plan) -> None:
+    def _warn_of(self, call: StoreCall) -> None:
         """Say once in the life of this cache that a state wasn't finite; the counter says how often it was so."""
+        if (wrong := call.not_finite) is None:
+            return
         with self._storage.lock:
             said, self._said_not_finite = self._said_not_finite, True
         if not said:
+            plan, model = call.plan, call.prompt.model
             layer, kind = plan.layer_of[wrong.leaf], plan.leaves[wrong.leaf]["class"].rpartition(".")[2]
             where = "the recurrent state" if wrong.token is None else f"the row of token {wrong.token}"
             log.warning(
@@ -870,6 +898,7 @@ class PrefixCache:
             self._closed = True
             end, whole = time.monotonic() + self.settings.close_timeout, False
             try:
+                self._behind.close()
                 self._pressure.stop()
                 if self._disk is not None:
                     self._disk.stop()
@@ -931,6 +960,7 @@ class PrefixCache:
         self._check_process()
         if self._closed:
             raise RuntimeError("this PrefixCache is closed: open another")
+        self._behind.wait()
 
 
 @atexit.register

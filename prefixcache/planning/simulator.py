@@ -84,6 +84,7 @@ class SizeMaker:
 
     has_codes = False
     since: int | None = None
+    is_written_back = False
     recoded = 0
     not_finite: NotFinite | None = None
 
@@ -121,14 +122,14 @@ class SizeMaker:
     def encoded(self, jobs: list[ImageJob]) -> list[ImageJob]:
         return jobs
 
-    def make(self, jobs: list[ImageJob]) -> list[Any]:
+    def make(self, jobs: list[ImageJob]) -> Callable[[], list[Any]]:
         if self._ssd is not None:
             self._ssd.run_writer()
         images = []
         for job in jobs:
             size: Any = job.blueprint
             images.append(SimulatedImage(size.nbytes, "", size.extra))
-        return images
+        return lambda: images
 
     def put_back(self) -> None:
         """Nothing is decoded."""

@@ -5,7 +5,7 @@ What is new, and what becomes of the images, is `store`'s. Nothing here needs th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, cast
 
 import numpy as np
@@ -18,7 +18,7 @@ from prefixcache.image_format import ROWS, SNAPSHOT, WINDOW, Blueprint, HeaderFi
 from prefixcache.keys import BLOCK
 from prefixcache.layers import levels, live_codes
 from prefixcache.layers.adapters import Leaf
-from prefixcache.layers.encode import RowTarget, encode
+from prefixcache.layers.encode import CopyOut, RowTarget, encode
 from prefixcache.layers.finite import NotFinite, first_not_finite, state_not_finite
 from prefixcache.layers.image_layout import Section, Tensors, TokenRuns
 from prefixcache.layers.joined import BlockRows, encode_joined, write_joined
@@ -42,6 +42,8 @@ class Maker(Protocol):
     """Whether rows are coded already; a tail's too are then left so: to decode them would be to code them twice."""
     since: int | None
     """The token from whose block on decoded rows go back into the live cache; None: none do."""
+    is_written_back: bool
+    """Whether, so far, all rows of whole blocks as they are kept went back."""
     recoded: int
     """Tokens so far whose codes were not taken over, because their levels were others."""
     not_finite: NotFinite | None
@@ -63,8 +65,10 @@ class Maker(Protocol):
         right, and with blueprints of the right size, as how long some codes are is known once they are made.
         """
 
-    def make(self, jobs: list[ImageJob]) -> list[Image]:
-        """The images of these jobs, in their order."""
+    def make(self, jobs: list[ImageJob]) -> Callable[[], list[Image]]:
+        """Begin to make the images of these jobs: what needs the live cache is done here. What is returned waits for them, on
+        any thread, and gives them in their order.
+        """
 
     def put_back(self) -> None:
         """Put what was decoded so far into the live cache."""
@@ -169,7 +173,7 @@ class LiveMaker:
 
     # -- once it is reserved ------------------------------------------------------------------------------------------
 
-    def make(self, jobs: list[ImageJob]) -> list[Image]:
+    def make(self, jobs: list[ImageJob]) -> Callable[[], list[Image]]:
         drafts = [job.blueprint.draft() for job in jobs]
         targets: dict[int, tuple[Section, list[RowTarget]]] = {id(each): (each, []) for each in self._plan.sections}
         last_moves: list[EncodeRows] = []
@@ -191,23 +195,39 @@ class LiveMaker:
                 for section, count in self._plan.in_rows(job.start, job.length, job.coded):
                     targets[id(section)][1].extend(self._fill_rows(job, draft, section, count))
         self._write_joined(jobs, drafts)
-        copies = [encode(section, self._leaves, rows, self._back) for section, rows in targets.values()]
-        for copy in (copy for of_section in copies for copy in of_section):
-            copy.run()
-        for last in last_moves:
-            last.run()
+        copies = [
+            copy for section, rows in targets.values() for copy in encode(section, self._leaves, rows, self._back)
+        ]
+        if self.has_codes or self._plan.windows:  # these need both the live cache and what it is encoded to
+            _run(copies)
+            copies = []
+            for last in last_moves:
+                last.run()
+            self._compare_codes(jobs, drafts)
+            self._put_back_windows(jobs, drafts)
+        nbytes = sum(job.blueprint.nbytes for job in jobs)
+
+        def images() -> list[Image]:
+            _run(copies)
+            return _sealed(drafts, nbytes)
+
+        return images
+
+    def _compare_codes(self, jobs: list[ImageJob], drafts: list[ImageDraft]) -> None:
+        """Count the tokens whose codes are others than the live cache's."""
         if self.has_codes:
             self.recoded += sum(
                 self.coded_otherwise(job.start + job.source.tokens, job.end, draft.tensors)
                 for job, draft in zip(jobs, drafts, strict=True)
                 if job.kind == ROWS
             )
+
+    def _put_back_windows(self, jobs: list[ImageJob], drafts: list[ImageDraft]) -> None:
         if self._back is not None:
             for job, draft in zip(jobs, drafts, strict=True):
                 # Of what was encoded just now the decoded rows are there already; known blocks are decoded at the end.
                 if job.kind == WINDOW and job.coded and job.source.window is not None and job.known is None:
                     self._back.decode_window(job.start, draft.tensors, job.mask)
-        return _sealed(drafts, sum(job.blueprint.nbytes for job in jobs))
 
     def _write_joined(self, jobs: list[ImageJob], drafts: list[ImageDraft]) -> None:
         """Write the codes that `encoded` made, and decode those of whole blocks for the live cache."""
@@ -263,6 +283,11 @@ def _block_rows(job: ImageJob) -> BlockRows:
     source = job.source.rows
     known = (source.tensors(), min(job.source.tokens, job.length)) if source is not None else None
     return BlockRows(job.start, job.end, known)
+
+
+def _run(copies: Sequence[CopyOut]) -> None:
+    for copy in copies:
+        copy.run()
 
 
 def _sealed(drafts: list[ImageDraft], nbytes: int) -> list[Image]:

@@ -1,17 +1,17 @@
 """What a store adds: which blocks of a prompt are new, and whose codes their rows are taken over from.
 
 The work goes in batches of blocks, each in steps: planned under the lock (what is missing, sources pinned); sized outside
-it, where codes differ in length; RAM reserved under it; made outside it on the caller's thread (`image_maker`); published
-under it. What a block decodes to depends on the rows that were first stored of that very block, the same tokens from the
-prompt's start on, and on the codec, never on another text that begins alike. Rows that were fetched, and rows that a live
-cache has coded, are copied as codes, never encoded again. Where rows go back into the live cache, a block that stands below
-RAM alone is encoded again rather than read: decision 0028.
+it, where codes differ in length; RAM reserved under it; made outside it (`image_maker`), begun on the caller's thread;
+published under it. What a block decodes to depends on the rows that were first stored of that very block, the same tokens
+from the prompt's start on, and on the codec, never on another text that begins alike. Rows that were fetched, and rows that
+a live cache has coded, are copied as codes, never encoded again. Where rows go back into the live cache, a block that stands
+below RAM alone is encoded again rather than read: decision 0028.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import NamedTuple
 
@@ -22,6 +22,7 @@ from prefixcache.blocks.node import BLOCK_BYTES, RAM, Node, Slot
 from prefixcache.codecs.interchange import name_of
 from prefixcache.image_format import ROWS, SNAPSHOT, WINDOW, Image, Spec
 from prefixcache.keys import BLOCK, TOKEN_BYTES, canonical, chain
+from prefixcache.layers.finite import NotFinite
 from prefixcache.store_fetch_remove.image_maker import BATCH, Maker
 from prefixcache.store_fetch_remove.jobs import NO_SOURCE, CodeSource, ImageJob
 from prefixcache.tiers.prompt import Prompt
@@ -61,40 +62,82 @@ class ReservedJobs(NamedTuple):
     reservation: Reservation
 
 
+class BegunBatch(NamedTuple):
+    """Images that are being made, in the room that is reserved for them: `images` waits for them, on any thread."""
+
+    reserved: ReservedJobs
+    images: Callable[[], list[Image]]
+
+
 class StoreCall:
     """One store of the first `limit` tokens of a prompt, whose images `maker` makes."""
 
     def __init__(
         self, storage: Storage, namespace: Namespace, prompt: Prompt, limit: int, maker: Maker, label: str = ""
     ):
-        self._storage, self._namespace, self._plan, self._maker = storage, namespace, namespace.plan, maker
-        self._prompt = prompt
+        self._storage, self._namespace, self.plan, self._maker = storage, namespace, namespace.plan, maker
+        self.prompt = prompt
         self._label = label
         self._limit = limit
         self._pinned: list[Slot] = []
         self._known_blocks: list[Node] = []  # whole ones that stood already: decoded into the live cache
         wait = storage.settings.spill_wait if storage.settings.spill == "wait" else 0.0
         self._deadline = time.monotonic() + wait  # of all waiting of this store
-        self._parent = namespace.tree.root  # the last whole block of what is planned
+        self._parent = namespace.tree.root  # the last whole block of what is planned that the graph has
+        self._key = self._parent.key  # of the last block that is planned
+        self._grown: dict[int, Node] = {}  # the blocks of this call that the graph has got, by end
         self._at = 0  # the first token that isn't planned
         self._key_at: dict[int, bytes] = {}  # the key before the last block planned
         self._new_tokens = self._new_bytes = 0
 
+    @property
+    def not_finite(self) -> NotFinite | None:
+        """Where the state was found to hold NaN or infinity."""
+        return self._maker.not_finite
+
     def run(self) -> Stored:
         """Store, on this thread. Returns what is new, and how deep the prompt can be hit now."""
         try:
-            with self._storage.lock:
-                self._skip_known()
-            while self._store_batch() and self._at < self._limit:
-                pass
-            self._maker.decode_known(self._known_blocks)
+            self._begin_batches(self._publish_batch)
         finally:
-            depth = self._finish()
-        has_snapshot = self._maker.state is not None and depth == self._limit
-        return Stored(depth, self._new_tokens, self._new_bytes, has_snapshot, tuple(self._plan.raw))
+            stored = self._finish()
+        return stored
 
-    def _store_batch(self) -> bool:
-        """Make and publish the images of the next blocks. False where not all of them are kept."""
+    def begin(self) -> Callable[[], Stored]:
+        """Do what reads and changes the live cache, on this thread. Return what does the rest, on any thread: call it."""
+        begun: list[BegunBatch] = []
+
+        def end() -> Stored:
+            try:
+                while begun and self._publish_batch(begun.pop(0)):
+                    pass
+            finally:
+                for batch in begun:
+                    batch.reserved.reservation.release()
+                stored = self._finish()
+            return stored
+
+        def keep(batch: BegunBatch) -> bool:
+            begun.append(batch)
+            return True
+
+        try:
+            self._begin_batches(keep)
+        except BaseException:
+            end()  # what was begun well is kept
+            raise
+        return end
+
+    def _begin_batches(self, publish: Callable[[BegunBatch], bool]) -> None:
+        """Begin to make all images, and pass them on, batch by batch, until `publish` says that one isn't kept."""
+        with self._storage.lock:
+            self._skip_known()
+        while self._begin_batch(publish) and self._at < self._limit:
+            pass
+        self._maker.decode_known(self._known_blocks)
+
+    def _begin_batch(self, publish: Callable[[BegunBatch], bool]) -> bool:
+        """Begin to make the images of the next blocks. False where not all of them are kept."""
         with self._storage.lock:
             jobs = self._next_jobs()
         jobs = self._maker.encoded(jobs)
@@ -102,32 +145,39 @@ class StoreCall:
             reserved = self._reserve(jobs)
         kept = not jobs
         if reserved is not None:
-            with reserved.reservation:
+            try:
                 images = self._maker.make(reserved.jobs)
-                with self._storage.lock:
-                    published = self._publish(reserved, images)
+            except BaseException:
+                reserved.reservation.release()
+                raise
+            kept = publish(BegunBatch(reserved, images)) and len(reserved.jobs) == len(jobs)
             self._maker.put_back()  # here, not at the end: decoded rows of a long prompt are large
-            kept = published and len(reserved.jobs) == len(jobs)
         elif jobs:
             self._warn_if_too_large(jobs[0])
         wrong = self._maker.not_finite
         return kept and (wrong is None or wrong.token is None)
+
+    def _publish_batch(self, batch: BegunBatch) -> bool:
+        with batch.reserved.reservation:
+            images = batch.images()
+            with self._storage.lock:
+                return self._publish(batch.reserved, images)
 
     # -- planning, under the lock -------------------------------------------------------------------------------------
 
     def _skip_known(self) -> None:
         """Begin behind the leading whole blocks that stand already and whose windows can gain nothing."""
         first = self._limit
-        for w, window in enumerate(self._plan.windows):
+        for w, window in enumerate(self.plan.windows):
             first = min([first, *(max(a, window.keep) for a, b in self._maker.held(w) if b > window.keep)])
-        path = self._prompt.walk(self._namespace).path[: first // BLOCK]
+        path = self.prompt.walk(self._namespace).path[: first // BLOCK]
         known = path[:-1] if path and not path[-1].is_whole else path
         unskipped = (i for i, node in enumerate(known) if node.rows is None or self._is_made_again(node))
         known = known[: next(unskipped, len(known))]
         self._decode_at_end(known)
-        self._claim = self._storage.ram.claim(known, partial(self._prompt.keys, self._namespace))
+        self._claim = self._storage.ram.claim(known, partial(self.prompt.keys, self._namespace))
         if known:
-            self._parent, self._at = known[-1], known[-1].end
+            self._parent, self._at, self._key = known[-1], known[-1].end, known[-1].key
             assert known[-1].parent is not None
             self._key_at = {known[-1].start: known[-1].parent.key, known[-1].end: known[-1].key}
             self._pin(known[-1].rows)  # keeps those before it, too
@@ -153,13 +203,13 @@ class StoreCall:
     def _next_jobs(self) -> list[ImageJob]:
         """The jobs for the next blocks, and behind the last one for the snapshot."""
         jobs: list[ImageJob] = []
-        expected: Node | None = self._parent  # None once blocks are new
-        key = self._parent.key
+        expected = self._parent if self._parent.end == self._at else None  # None once blocks are new
+        key = self._key
         for _ in range(BATCH):
             start, end = self._at, min(self._at + BLOCK, self._limit)
             if start == end:
                 break
-            tokens = self._prompt.token_bytes[start * TOKEN_BYTES : end * TOKEN_BYTES]
+            tokens = self.prompt.token_bytes[start * TOKEN_BYTES : end * TOKEN_BYTES]
             node, source = self._known(expected, tokens) if expected is not None else KnownBlock()
             if node is not None and node.rows is not None:
                 self._pin(node.rows)
@@ -171,7 +221,7 @@ class StoreCall:
             if (window := self._window_job(node, tokens, key, source)) is not None:
                 jobs.append(window)
             self._at, self._key_at = end, {start: key}
-            key = block_key
+            key = self._key = block_key
             if node is not None and len(node.tokens) == len(tokens) == BLOCK_BYTES:
                 self._parent = expected = node
             else:
@@ -199,8 +249,8 @@ class StoreCall:
             return KnownBlock()
         whole = len(nearest.tokens) == BLOCK_BYTES
         # Whether they are the live cache's rows, the maker finds out. A tail has codes where a live cache had coded it.
-        usable = (whole and coded) or (not whole and self._plan.is_coded(nearest.rows.image.tensors()))
-        rows = nearest.rows if usable and not self._plan.lossless else None
+        usable = (whole and coded) or (not whole and self.plan.is_coded(nearest.rows.image.tensors()))
+        rows = nearest.rows if usable and not self.plan.lossless else None
         window = _most_rows(nearest, mask_of(0, shared))
         self._pin(rows, window)
         mask = tuple(m & mask_of(0, shared) for m in window.mask) if window is not None else ()
@@ -217,7 +267,7 @@ class StoreCall:
         if self._maker.has_codes and source.rows is not None:
             source = self._unless_coded_otherwise(start, count, source)
         coded = coded or source.rows is not None
-        key, specs = chain(parent_key, tokens), self._plan.rows_specs(start, count, coded)
+        key, specs = chain(parent_key, tokens), self.plan.rows_specs(start, count, coded)
         blueprint = self._maker.blueprint(ROWS, key, parent_key, start, specs)
         return ImageJob(ROWS, self._parent, node, start, tokens, key, blueprint, source, coded)
 
@@ -232,7 +282,7 @@ class StoreCall:
         """The job for the window of the block at `self._at`, with the rows that the live cache still holds and no image has
         yet, or none in RAM where they go back into the live cache; None when there are none.
         """
-        windows, start, limit = self._plan.windows, self._at, self._at + len(tokens) // TOKEN_BYTES
+        windows, start, limit = self.plan.windows, self._at, self._at + len(tokens) // TOKEN_BYTES
         if not windows:
             return None
         live = tuple(held_mask(self._maker.held(w), start, window.keep, limit) for w, window in enumerate(windows))
@@ -250,7 +300,7 @@ class StoreCall:
         coded = len(tokens) == BLOCK_BYTES
         stored = source.mask if source.window is not None else (0,) * len(windows)
         forgotten, new, adds_rows = _without(stored, live), live, False
-        if coded and source.coded and not self._plan.lossless:
+        if coded and source.coded and not self.plan.lossless:
             # Codes have the levels of their image. So rows that the live cache has forgotten stay with those of the same
             # block only, whose rows they are; the codes of a block that begins alike are a lookup's to find there.
             adds_rows, new = node is not None and any(forgotten), _without(live, stored)
@@ -259,7 +309,7 @@ class StoreCall:
         if not any(mask):
             return None
         block_key = node.key if node is not None else chain(parent_key, tokens)
-        key, specs = window_key(block_key, mask), self._plan.window_specs(mask, start, coded)
+        key, specs = window_key(block_key, mask), self.plan.window_specs(mask, start, coded)
         blueprint = self._maker.blueprint(WINDOW, key, block_key, start, specs, extra_of(mask))
         moved = ImageJob(WINDOW, self._parent, node, start, tokens, key, blueprint, source, coded, mask, new, adds_rows)
         return moved._replace(again=again)
@@ -271,7 +321,7 @@ class StoreCall:
         while parent.end > above and parent.parent is not None:
             parent = parent.parent
         parent_key = self._key_at[above]
-        suffix = self._prompt.token_bytes[above * TOKEN_BYTES : self._limit * TOKEN_BYTES]
+        suffix = self.prompt.token_bytes[above * TOKEN_BYTES : self._limit * TOKEN_BYTES]
         key = chain(parent_key, suffix)
         if (known := self._storage.graph.slots.get((SNAPSHOT, key))) is not None:
             self._pin(known)
@@ -309,11 +359,10 @@ class StoreCall:
         graph = self._storage.graph
         if self._storage.namespaces.get(self._namespace.row.root) is not self._namespace:
             return False  # the namespace held nothing and was dropped meanwhile
-        grown: dict[int, Node] = {}  # by end
         for job, image in zip(reserved.jobs, images, strict=True):
-            node: Node | None = grown.get(job.start, job.parent)
+            node: Node | None = self._grown.get(job.start, job.parent)
             if job.kind == WINDOW:
-                node = grown.get(job.end, job.known)
+                node = self._grown.get(job.end, job.known)
             if node is None or not graph.is_known(node):
                 return False  # removed meanwhile
             if job.kind == ROWS:
@@ -321,7 +370,7 @@ class StoreCall:
                 node = graph.grow(node, job.tokens, reserved.reservation, job.key, self._label)
                 if node is None:
                     return False
-                grown[node.end] = node
+                self._grown[node.end] = node
                 if job.length == BLOCK and node.end > self._parent.end:  # else blocks after it were known
                     self._parent = node
             if self._enter(job, node, image, reserved.reservation):
@@ -351,12 +400,12 @@ class StoreCall:
             storage.remote.offer_stored(slot)
         return True
 
-    def _finish(self) -> int:
-        """Touch the path, unpin it, write ahead. Returns the depth that can be hit now."""
+    def _finish(self) -> Stored:
+        """Touch the path, unpin it, write ahead. Returns what is new, and how deep the prompt can be hit now."""
         storage = self._storage
         with storage.lock:
             graph, counters = storage.graph, storage.counters
-            walk = self._prompt.walk(self._namespace)
+            walk = self.prompt.walk(self._namespace)
             depth = hit_depth(walk, graph.last, self._limit)
             graph.recency.request_ended(required_images(walk, depth, graph.last))
             storage.unpin(self._pinned)
@@ -368,7 +417,11 @@ class StoreCall:
             counters.recoded_tokens += self._maker.recoded
             counters.not_finite += self._maker.not_finite is not None
             storage.spilling.ahead(self._new_bytes)
-        return depth
+        given, since = self.prompt.given_rows, self._maker.since
+        if since is not None and self._maker.is_written_back and since <= given.tokens:
+            given.tokens = depth // BLOCK * BLOCK
+        has_snapshot = self._maker.state is not None and depth == self._limit
+        return Stored(depth, self._new_tokens, self._new_bytes, has_snapshot, tuple(self.plan.raw))
 
 
 def _most_rows(node: Node, wanted: int) -> Slot | None:

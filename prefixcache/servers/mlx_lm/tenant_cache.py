@@ -7,7 +7,9 @@ mlx-lm's loop passes tokens and layers to the prompt cache, and nothing of the r
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -20,6 +22,7 @@ from prefixcache.layers.form import CacheForm
 from prefixcache.servers.mlx_lm.answers import Answers
 from prefixcache.servers.mlx_lm.prompt_cache import TieredPromptCache, identity_of
 from prefixcache.servers.mlx_lm.upstream import request_of
+from prefixcache.store_fetch_remove.store import Stored
 from prefixcache.tiers.prompt import Prompt
 
 log = logging.getLogger("prefixcache")
@@ -37,6 +40,14 @@ class TokenizedRequest(NamedTuple):
     prompt: Prompt
     boundaries: tuple[int, ...]
     answers: Answers | None = None
+
+
+class ChunkBehind(NamedTuple):
+    """The store of a prefill's chunk that a thread of the cache ends. `state`: with recurrent state."""
+
+    prompt: Prompt
+    stored: Future[Stored]
+    state: bool
 
 
 class TenantPromptCache(TieredPromptCache):
@@ -57,6 +68,7 @@ class TenantPromptCache(TieredPromptCache):
         self.rank_part = ""  # of the name of the model that is loaded, where ranks share it
         self.exact_prefill = exact_prefill
         self._on_stored = on_stored
+        self._behind: deque[ChunkBehind] = deque()
 
     def fetch_nearest_cache(  # type: ignore[override]
         self, model: Any, tokens: Sequence[int]
@@ -77,6 +89,7 @@ class TenantPromptCache(TieredPromptCache):
         if request is None or not len(request.prompt):
             return
         stored = self._seen(request, tokens)
+        self._hear_of_chunks(all_of_them=True)
         is_answered = cache_type == "assistant" and self.cache.settings.hot != 0
         kept = super().insert_cache(
             model,
@@ -99,13 +112,24 @@ class TenantPromptCache(TieredPromptCache):
             return
         if self.cache.ranks is not None:
             mx.eval([layer.state for layer in layers])  # a peer that is gone ends the request, not this store alone
+        self._hear_of_chunks(all_of_them=False)
         with self._turn:
             try:
                 seen = self._seen(request, tokens)
-                stored = self.cache.store(seen.labelled("user"), layers, write_back_from=since, snapshot=state)
-                self._on_stored(seen, stored.tokens, state)
+                chunk = seen.labelled("user")
+                future = self.cache.store_behind(chunk, layers, write_back_from=since, snapshot=state)
+                self._behind.append(ChunkBehind(seen, future, state))
             except CacheError as error:
                 log.debug("blocks stay as they are computed: %s", error)
+            except Exception as error:
+                self._fail(error)
+
+    def _hear_of_chunks(self, *, all_of_them: bool) -> None:
+        """Hear how the stores of chunks ended that a thread of the cache was left: those that have, or wait for all."""
+        while self._behind and (all_of_them or self._behind[0].stored.done()):
+            chunk = self._behind.popleft()
+            try:
+                self._on_stored(chunk.prompt, chunk.stored.result().tokens, chunk.state)
             except Exception as error:
                 self._fail(error)
 
