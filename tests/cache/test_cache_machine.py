@@ -100,10 +100,13 @@ class CacheMachine(RuleBasedStateMachine):
     def prompt(self, runs):
         return spell(runs)
 
-    @rule(tokens=prompts, hot=st.booleans())
-    def store(self, tokens, hot=False):
+    @rule(tokens=prompts, hot=st.booleans(), behind=st.booleans())
+    def store(self, tokens, hot=False, behind=False):
         made, prompt = self.make(tokens), self.cache.prompt(tokens, model="m")
-        stored = self.cache.store(prompt, made, write_back_from=0 if hot else None)
+        if behind:
+            stored = self.cache.store_behind(prompt, made, write_back_from=0 if hot else None).result(30)
+        else:
+            stored = self.cache.store(prompt, made, write_back_from=0 if hot else None)
         if hot:
             self.cache.keep_hot(prompt, made)
         self.stored.append(tokens[: stored.tokens])
