@@ -18,7 +18,7 @@ GROUPS = {  # the modules whose FIGURES they are
     "transforms": ("transforms", "transform_models"),
     "quality": ("quality",),
     "attending": ("cpu_attention", "gpu_attention"),
-    "live": ("live", "gpu_live", "prefill"),
+    "live": ("live", "gpu_live", "prefill", "gpu_requests"),
     "remote": ("remote", "remote_serving", "remote_peers", "fleet"),
     "ranks": ("ranks",),
     "server": ("server", "first_tokens", "server_load", "slow_hits"),

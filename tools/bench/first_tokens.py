@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import shutil
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+from prefixcache.codecs.interchange import on_cpu
 from tools.bench import report, serving
 from tools.bench.report import Beside, Figure
 from tools.bench.serving import Reply, Texts
@@ -41,14 +42,15 @@ class Chats(NamedTuple):
 
 
 ALONE = {"full": Chats(5, 1500), "quick": Chats(3, 600), "tiny": Chats(1, 200)}
+ON_A_GPU = {"full": Chats(3, 20_000), "quick": Chats(2, 8000), "tiny": Chats(1, 200)}
 AT_ONCE = {"full": Chats(2, 750, 8), "quick": Chats(1, 400, 8), "tiny": Chats(1, 200, 2)}
 
 
-def beside_stock(plan: Chats, scale: str) -> Iterator[Figure]:
+def beside_stock(plan: Chats, make_model: Callable[[Path], Path], ram: str = "1GB") -> Iterator[Figure]:
     """Median times to the first token in each phase; every chat has a text of its own, and every server starts empty."""
     texts = Texts()
     with report.scratch() as folder:
-        model = serving.trained_model(folder) if scale == "tiny" else pretrained(folder)
+        model = make_model(folder)
         found: dict[str, list[list[Reply]]] = {name: [] for name in COMMANDS}
         for number in range(plan.rounds):
             systems = [texts.piece(plan.system) for _ in range(plan.at_once)]
@@ -56,7 +58,7 @@ def beside_stock(plan: Chats, scale: str) -> Iterator[Figure]:
             for name in list(COMMANDS) if number % 2 == 0 else reversed(COMMANDS):
                 place = folder / f"{number}-{len(found[name])}-{name.strip('-').replace(' ', '-')}"
                 place.mkdir()
-                found[name] += _chats(name, model, place, systems, questions, plan.answer)
+                found[name] += _chats(Command(name, model, ram), place, systems, questions, plan.answer)
                 shutil.rmtree(place)
     for at, phase in enumerate(PHASES):
         replies = {name: [chat[at] for chat in chats] for name, chats in found.items()}
@@ -64,7 +66,7 @@ def beside_stock(plan: Chats, scale: str) -> Iterator[Figure]:
         prompt = round(statistics.median(reply.prompt_tokens for reply in replies[STOCK]))
         each = f"{plan.rounds} chats" if plan.at_once == 1 else f"{plan.rounds} times {plan.at_once} chats at once"
         yield Figure(
-            f"server: {model.name}, float32, {each}: time to the first token, {phase}, {prompt:,} tokens",
+            f"server: {model.name}, {each}: time to the first token, {phase}, {prompt:,} tokens",
             f"raw {_said(replies[RAW])}; default {_said(replies[DEFAULT])}",
             "",
             "",
@@ -83,17 +85,28 @@ def beside_stock(plan: Chats, scale: str) -> Iterator[Figure]:
         )
 
 
+class Command(NamedTuple):
+    """One of COMMANDS, its model, and the RAM that ours may take."""
+
+    name: str
+    model: Path
+    ram: str
+
+
 def _chats(
-    name: str, model: Path, place: Path, systems: Sequence[str], questions: Sequence[str], max_tokens: int
+    command: Command, place: Path, systems: Sequence[str], questions: Sequence[str], max_tokens: int
 ) -> list[list[Reply]]:
     """The replies of each chat: all take two turns at once, then comes a restart, and the third turn."""
-    command, flags = COMMANDS[name]
-    if command is serving.OURS:
-        flags = (*flags, "--ram", "1GB", "--ssd-dir", str(place / "cache"), "--ssd", "4GB")
+    server_command, flags = COMMANDS[command.name]
+    if server_command is serving.OURS:
+        flags = (*flags, "--ram", command.ram, "--ssd-dir", str(place / "cache"), "--ssd", "40GB")
     chats: list[serving.Messages] = [[{"role": "system", "content": system}] for system in systems]
     replies: list[list[Reply]] = [[] for _ in systems]
     for turns in (questions[:2], questions[2:]):
-        with serving.serving(command, model, place, *flags) as server, ThreadPoolExecutor(len(systems)) as pool:
+        with (
+            serving.serving(server_command, command.model, place, *flags) as server,
+            ThreadPoolExecutor(len(systems)) as pool,
+        ):
             ask = partial(serving.ask, serving.client_of(server), max_tokens=max_tokens)
             for question in turns:
                 for messages in chats:
@@ -127,7 +140,22 @@ def _said(replies: list[Reply]) -> str:
     return f"{_median(replies):.2f} s ({computed:,} computed)"
 
 
+def _of_scale(plans: dict[str, Chats]) -> Callable[[str], Iterator[Figure]]:
+    return lambda scale: beside_stock(plans[scale], serving.trained_model if scale == "tiny" else pretrained)
+
+
+def on_a_gpu(scale: str) -> Iterator[Figure]:
+    """The same with a model of Llama 3.2 3B's shape and random weights."""
+    if scale == "tiny":
+        yield from beside_stock(ON_A_GPU[scale], serving.trained_model)
+    elif on_cpu():
+        yield report.needs_a_gpu("time to the first token beside mlx_lm.server")
+    else:
+        yield from beside_stock(ON_A_GPU[scale], serving.random_large, "16GB")
+
+
 FIGURES = {
-    "server-beside-stock": lambda scale: beside_stock(ALONE[scale], scale),
-    "server-at-once": lambda scale: beside_stock(AT_ONCE[scale], scale),
+    "server-beside-stock": _of_scale(ALONE),
+    "server-at-once": _of_scale(AT_ONCE),
+    "server-beside-stock-gpu": on_a_gpu,
 }
