@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import mlx_lm.server as upstream
 
 CUT, REFUSED, GONE, FAILED = "cut", "refused", "client gone", "failed"  # how it ended, where no finish_reason says so
+COUNTED = "counted"  # its prompt's tokens, which was all that it asked for
 
 
 REASON = 200  # characters of why a request was refused
@@ -74,6 +75,16 @@ class RequestLog:
         while cause is not None and not type(cause).__module__.startswith("jinja2"):
             cause = cause.__cause__
         self.reason = self.reason or reason_of(cause or error)
+
+    def usage(self) -> dict[str, Any]:
+        """Return the usage so far, as a chat's answer has it. Call it when the request's turn has come."""
+        prompt, cached = len(self._context.prompt), max(self._context.prompt_cache_count, 0)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": self.generated,
+            "total_tokens": prompt + self.generated,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
 
     def fields(self, end: str = "") -> dict[str, Any]:
         """Return the numbers of the line. `end`: how it ended; "": as its answers say. A request that never began has its

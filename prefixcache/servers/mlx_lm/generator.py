@@ -219,6 +219,10 @@ class Generator:
         self.prompt_tokenizer.tokenize_early(request, args)
         return self.loop.generate(request, args, *others, **options)
 
+    def count_tokens(self, request: Any, args: Any) -> int:
+        """Return how many tokens a request's prompt has. RequestRefused where its model can't serve it, or is not loaded."""
+        return self.prompt_tokenizer.count(request, args)
+
     def stop_answering(self) -> None:
         """Tell all that ask that the server ends, and let what is under way end at its next token; call it until the thread
         has ended.

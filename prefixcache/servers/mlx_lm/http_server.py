@@ -1,5 +1,5 @@
-"""What is between a request and its client: mlx_lm.server's paths, /metrics, who may ask, what a request may say, and whose
-its prompts are. mlx-lm reads and answers what asks for tokens (`upstream.Completion`).
+"""What is between a request and its client: mlx_lm.server's paths, those of other APIs, /metrics, who may ask, what a request
+may say, and whose its prompts are. mlx-lm reads and answers what asks for tokens (`upstream.Completion`).
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from huggingface_hub import CacheNotFound, scan_cache_dir
 
 from prefixcache.metrics import prometheus
 from prefixcache.servers import request_log
+from prefixcache.servers.apis import Api
+from prefixcache.servers.apis.messages import Messages, TokenCount
 from prefixcache.servers.mlx_lm.admin import Admin
 from prefixcache.servers.mlx_lm.admin_http import BODY_HEADERS, PATH, AdminPath
 from prefixcache.servers.mlx_lm.answers import Ended, StepFailed
@@ -36,6 +38,7 @@ from prefixcache.servers.mlx_lm.connections import (
 from prefixcache.servers.mlx_lm.errors import ServeError
 from prefixcache.servers.mlx_lm.generator import Generator
 from prefixcache.servers.mlx_lm.options import ServeOptions
+from prefixcache.servers.mlx_lm.translation import CHAT_PATH, Translation
 from prefixcache.servers.mlx_lm.upstream import Completion
 from prefixcache.servers.request_log import RequestLog
 from prefixcache.servers.request_schema import ChatRequest, GenerationRequest, RequestRefused, TextRequest, checked
@@ -46,9 +49,11 @@ http_log = logging.getLogger("prefixcache.http")
 
 KINDS: dict[str, type[GenerationRequest]] = {
     "/v1/completions": TextRequest,
-    "/v1/chat/completions": ChatRequest,
+    CHAT_PATH: ChatRequest,
     "/chat/completions": ChatRequest,
 }
+OTHERS: tuple[Api, ...] = (Messages(), TokenCount())
+APIS = {api.path: api for api in OTHERS}
 BODY_LIMIT = 1 << 28  # bytes of a request; images are in it
 LISTED = {"config.json", "model.safetensors.index.json", "tokenizer_config.json"}  # files of a model that mlx-lm lists
 
@@ -77,6 +82,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def __init__(self, *connection: Any):
         self._whole = False  # all of the request has been read
+        self._translation: Translation | None = None  # where another API's client waits for a streamed answer
         super().__init__(*connection)  # this answers the request
 
     # -- what a client sends ------------------------------------------------------------------------------------------
@@ -151,10 +157,15 @@ class Handler(BaseHTTPRequestHandler):
         self._begin(204)
         self.end_headers()
 
+    def do_HEAD(self) -> None:
+        """Answer whether the server is there, as clients ask before their first request."""
+        self._begin(200 if self._plain_path == "/" else 404)
+        self.end_headers()
+
     def do_GET(self) -> None:
         if self.path.startswith(PATH):
             self.server.site.admin.answer(self, self.read_body)
-        elif self.path.partition("?")[0] == "/metrics":
+        elif self._plain_path == "/metrics":
             self._answer(200, prometheus.render(self.server.site.collector), prometheus.CONTENT_TYPE)
         elif self.path.startswith("/v1/models"):
             self._answer(200, json.dumps({"object": "list", "data": self._models()}).encode())
@@ -175,20 +186,37 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         if self.path.startswith(PATH):
             return self.server.site.admin.answer(self, self.read_body)
-        kind = KINDS.get(self.path)
         try:
-            if kind is None:
-                raise RequestRefused(f"no such path; there are {', '.join(KINDS)}", 404)
-            rules = self.server.site.options.rules
-            asked = checked(kind, _parsed(self.read_body()), allow_chat_template=rules.allow_chat_template)
-            Completion(self, self.server.site.generator, asked).do_POST()
+            connection, asked = self._read_request()
+            Completion(connection, self.server.site.generator, asked).do_POST()
         except RequestRefused as error:
             self._refuse(error.status, str(error))
 
+    @property
+    def _plain_path(self) -> str:
+        """The path without its query; "" where the request can't be read."""
+        return getattr(self, "path", "").partition("?")[0]
+
+    def _read_request(self) -> tuple[Handler | Translation, dict[str, Any]]:
+        """Return what mlx-lm answers on, and what it is asked, by the body of this request. RequestRefused for another."""
+        kind, api = KINDS.get(self.path), APIS.get(self._plain_path)
+        if kind is None and api is None:
+            raise RequestRefused(f"no such path; there are {', '.join([*KINDS, *APIS])}", 404)
+        body = _parsed(self.read_body())
+        connection: Handler | Translation = self
+        if api is not None and isinstance(body, dict):
+            try:
+                kind, chat = ChatRequest, api.chat_request(body)
+            except ValueError as error:
+                raise RequestRefused(str(error), getattr(error, "status", 400)) from error
+            connection = self._translation = Translation(self, api, body)
+            body = chat
+        rules = self.server.site.options.rules
+        return connection, checked(kind or ChatRequest, body, allow_chat_template=rules.allow_chat_template)
+
     def complete(self, completion: Completion, request: Any, answer: Callable[[], None]) -> None:
         """Have mlx-lm answer a request that it has read. Its line of the log says how it ended."""
-        salts, authorization = self.server.site.options.salts, self.headers.get_all("Authorization", [])
-        request.salt = salts.of(authorization, completion.body.get("cache_salt") or "")
+        request.salt = self.server.site.options.salts.of(self._authorization(), completion.body.get("cache_salt") or "")
         request.request_log = RequestLog()
         self.server.replying.add(self)
         end = request_log.FAILED
@@ -211,9 +239,15 @@ class Handler(BaseHTTPRequestHandler):
             words = request_log.in_words(fields, request.request_log.asks_remote)
             log.info("%s: %s", completion.request_id, words, extra={"id": completion.request_id, **fields})
 
+    def _authorization(self) -> list[str]:
+        """Return the request's `Authorization` headers, or in their place what `x-api-key` says."""
+        return self.headers.get_all("Authorization", []) or [
+            f"Bearer {key}" for key in self.headers.get_all("x-api-key", [])
+        ]
+
     def log_request(self, *about: Any) -> None:
         """Log the request, unless it looks at the metrics, as somebody does again and again."""
-        if getattr(self, "path", "").partition("?")[0] != "/metrics":  # there is none where the request can't be read
+        if self._plain_path != "/metrics":
             super().log_request(*about)
 
     def log_message(self, text: str, *args: Any) -> None:
@@ -226,7 +260,9 @@ class Handler(BaseHTTPRequestHandler):
         """End an answer that is not whole. Clients take an event with an error for one; without Content-Length, a closed
         connection alone looks like the end of an answer.
         """
-        if streamed:
+        if streamed and self._translation is not None:
+            self._translation.fail(error.status, str(error))
+        elif streamed:
             self.wfile.write(f"data: {_told(error.status, str(error))}\n\n".encode())
         else:
             self._headers_buffer: list[bytes] = []  # the status 200, which was not sent yet
@@ -258,7 +294,8 @@ class Handler(BaseHTTPRequestHandler):
         if status == 401:
             self.send_header("WWW-Authenticate", "Bearer")
         self.end_headers()
-        self.wfile.write(_told(status, error).encode())
+        api = APIS.get(self._plain_path)
+        self.wfile.write((_told(status, error) if api is None else json.dumps(api.error(status, error))).encode())
 
 
 def _told(status: int, error: str) -> str:

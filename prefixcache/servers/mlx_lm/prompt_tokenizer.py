@@ -40,6 +40,7 @@ class PromptTokenizer:
         if _brings_template(args) and has_images(request):
             raise RequestRefused(f"{TEMPLATE}: not rendered for messages with images; leave one of them out")
         if loaded is not None:
+            check_sampling(args, loaded.vocabulary)
             if not has_images(request):
                 request.early_tokens = EarlyTokens(loaded.tokenizer, self._tokenize(loaded, request, args))
             return
@@ -47,8 +48,19 @@ class PromptTokenizer:
             raise RequestRefused(f"{TEMPLATE}: its model is not loaded; ask it once without a template, then with it")
         self._provider.look_up(args.model)
 
+    def count(self, request: Any, args: Any) -> int:
+        """Return how many tokens a prompt has. RequestRefused where it can't be served, or only the loop could say."""
+        loaded = self._provider.loaded_as(args.model)
+        if loaded is None:
+            self._provider.look_up(args.model)
+            raise RequestRefused("model: it is not loaded, so nothing is counted; ask it once, then count", 503)
+        if has_images(request):
+            raise RequestRefused("messages: tokens of images are not counted; leave the images out")
+        return len(as_tokens(self._tokenize(loaded, request, args)[0]))
+
     def tokenize(self, loaded: LoadedModel, request: Any, args: Any) -> Any:
         """Return what mlx-lm's `_tokenize` gives, which `tokenize_early` may have got; once, since the loop changes it."""
+        check_sampling(args, loaded.vocabulary)
         early: EarlyTokens | None = getattr(request, "early_tokens", None)
         request.early_tokens = None
         if early is not None and early.tokenizer is loaded.tokenizer:
@@ -58,7 +70,6 @@ class PromptTokenizer:
         return self._tokenize(loaded, request, args)
 
     def _tokenize(self, loaded: LoadedModel, request: Any, args: Any) -> Any:
-        check_sampling(args, loaded.vocabulary)
         tokenizer, rendered = loaded.tokenizer, RENDERED
         if loaded.context is not None and loaded.longest:
             rendered = min(rendered, 4 * loaded.context * loaded.longest)  # bytes of UTF-8

@@ -215,6 +215,12 @@ class Completion(server.APIHandler):
         except ValueError as error:
             raise RequestRefused(str(error)) from error
 
+    @property
+    def prompt_arguments(self) -> Any:
+        """What `_tokenize` reads of a request's arguments, without those of its answer."""
+        model = server.ModelDescription(self.requested_model, self.requested_draft_model, self.adapter)
+        return SimpleNamespace(model=model, chat_template_kwargs=self.chat_template_kwargs)
+
     def handle_completion(self, request: Any, stop_words: Any) -> None:
         answer = partial(super().handle_completion, request, stop_words)
         self._http.complete(self, request, answer)

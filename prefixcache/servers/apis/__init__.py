@@ -1,0 +1,56 @@
+"""APIs beside OpenAI's chat, each a translation: a request becomes a chat request, and the chat's answer becomes that API's.
+
+Nothing here knows of sockets, models or MLX. `mlx_lm.translation` stands between these and mlx-lm.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+Json = dict[str, Any]
+
+
+class Event(NamedTuple):
+    """A server-sent event: its name and its data."""
+
+    name: str
+    data: Json
+
+
+class EventStream(Protocol):
+    """One streamed answer. What a call returns is sent before the next call."""
+
+    def take(self, chunk: Json) -> list[Event]:
+        """Return the events for a chunk of the chat's stream. The first chunk and the last have no choices: the first has the
+        usage so far, as soon as the prompt's turn has come, the last has all of it.
+        """
+
+    def end(self) -> list[Event]:
+        """Return the events that end a whole answer, after its last chunk."""
+
+    def fail(self, status: int, message: str) -> list[Event]:
+        """Return the events that end an answer which is not whole. `status`: what HTTP would have said."""
+
+
+class Api(Protocol):
+    """One API. `path`: where its requests are posted. `counts_only`: its answer has the prompt's tokens only, none is
+    generated.
+    """
+
+    path: str
+    counts_only: bool
+
+    def chat_request(self, body: Json) -> Json:
+        """Return the chat request that a request means. `request_schema` checks the fields that are passed on as they are;
+        a streamed one asks for its usage. ValueError for what can't be translated: its text is the client's, and names the
+        field, the value and the remedy.
+        """
+
+    def answer(self, request: Json, chat: Json) -> Json:
+        """Return the answer to a request, of the chat's whole answer (its usage alone, with `counts_only`)."""
+
+    def stream(self, request: Json) -> EventStream:
+        """Return the translation of a streamed answer to a request."""
+
+    def error(self, status: int, message: str) -> Json:
+        """Return the body of an error, as clients of this API read it."""

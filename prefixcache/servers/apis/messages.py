@@ -1,0 +1,420 @@
+"""Anthropic's Messages API: `/v1/messages` and `/v1/messages/count_tokens`, as a chat request and its answer.
+
+What a request may say beside its messages, tools and system text is what a chat request may say, under the names of that API.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from prefixcache.servers.apis import Event, Json
+from prefixcache.servers.request_schema import ChatRequest
+
+RENAMED = {"stop_sequences": "stop"}  # fields, as the chat calls them
+PASSED_ON = {*ChatRequest.model_fields, "n"} - {"messages", "tools", "stop", "stream_options"}
+STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
+ERRORS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+class Messages:
+    """`/v1/messages`."""
+
+    path = "/v1/messages"
+    counts_only = False
+
+    def chat_request(self, body: Json) -> Json:
+        chat = {name: body[name] for name in PASSED_ON & body.keys()}
+        chat |= {chats: body[name] for name, chats in RENAMED.items() if name in body}
+        chat["messages"] = [*_system(body), *_messages(body)]
+        if tools := list(_tools(body)):
+            chat["tools"] = tools
+        chat |= _tool_choice(body)
+        if variables := _template_variables(body):
+            chat["chat_template_kwargs"] = variables
+        if chat.get("stream"):
+            chat["stream_options"] = {"include_usage": True}
+        return chat
+
+    def answer(self, request: Json, chat: Json) -> Json:
+        choice = chat["choices"][0]
+        content = list(_blocks_of(choice["message"]))
+        return {
+            **_message(chat, content),
+            **_stopped(choice["finish_reason"], content),
+            "usage": _usage(request, chat["usage"]),
+        }
+
+    def stream(self, request: Json) -> MessageStream:
+        return MessageStream(request)
+
+    def error(self, status: int, message: str) -> Json:
+        return _error(status, message)
+
+
+class TokenCount(Messages):
+    """`/v1/messages/count_tokens`."""
+
+    path = "/v1/messages/count_tokens"
+    counts_only = True
+
+    def chat_request(self, body: Json) -> Json:
+        return super().chat_request({name: value for name, value in body.items() if name != "stream"})
+
+    def answer(self, request: Json, chat: Json) -> Json:
+        return {"input_tokens": chat["usage"]["prompt_tokens"]}
+
+
+# -- a request --------------------------------------------------------------------------------------------------------
+
+
+def _system(body: Json) -> Iterator[Json]:
+    if body.get("system"):
+        blocks = _blocks(body["system"], "system")
+        yield {"role": "system", "content": _content([_part(block, where) for where, block in blocks])}
+
+
+def _messages(body: Json) -> Iterator[Json]:
+    for where, message in _objects(body.get("messages"), "messages"):
+        role = message.get("role")
+        if not isinstance(role, str) or role not in ROLES:
+            raise ValueError(f"{where}.role must be one of {', '.join(ROLES)}, not {_shown(role)}")
+        yield from ROLES[role](_blocks(message.get("content"), f"{where}.content"))
+
+
+Blocks = list[tuple[str, Json]]  # each with its place in the request
+
+
+def _of_user(blocks: Blocks) -> Iterator[Json]:
+    """Give the messages for a user's: results of tools are messages of their own."""
+    parts: list[Json] = []
+    for where, block in blocks:
+        if block.get("type") != "tool_result":
+            parts.append(_part(block, where))
+            continue
+        if parts:
+            yield {"role": "user", "content": _content(parts)}
+        parts = []
+        yield _tool_result(block, where)
+    if parts:
+        yield {"role": "user", "content": _content(parts)}
+
+
+def _tool_result(block: Json, where: str) -> Json:
+    given = block.get("content")
+    parts = [_part(inner, place) for place, inner in _blocks(given, f"{where}.content")] if given else []
+    content = _content(parts) or ("error" if block.get("is_error") else "")
+    return {"role": "tool", "tool_call_id": _text(block, "tool_use_id", where), "content": content}
+
+
+def _of_assistant(blocks: Blocks) -> Iterator[Json]:
+    text, reasoning, calls = "", "", []
+    for where, block in blocks:
+        if block.get("type") == "thinking":
+            reasoning += _text(block, "thinking", where)
+        elif block.get("type") == "tool_use":
+            calls.append(_tool_call(block, where))
+        elif block.get("type") != "redacted_thinking":  # which nobody here can read
+            part = _part(block, where)
+            if part["type"] != "text":
+                raise ValueError(f"{where}: an assistant's message has no {block['type']} here; leave it out")
+            text += part["text"]
+    message: Json = {"role": "assistant", "content": text}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    if calls:
+        message["tool_calls"] = calls
+    yield message
+
+
+def _tool_call(block: Json, where: str) -> Json:
+    given = block.get("input")
+    if not isinstance(given, dict):
+        raise ValueError(f"{where}.input must be an object, not {_shown(given)}")
+    function = {"name": _text(block, "name", where), "arguments": json.dumps(given, ensure_ascii=False)}
+    return {"id": _text(block, "id", where), "type": "function", "function": function}
+
+
+def _of_system(blocks: Blocks) -> Iterator[Json]:
+    yield {"role": "system", "content": _content([_part(block, where) for where, block in blocks])}
+
+
+ROLES: dict[str, Callable[[Blocks], Iterator[Json]]] = {
+    "user": _of_user,
+    "assistant": _of_assistant,
+    "system": _of_system,
+}
+
+
+def _part(block: Json, where: str) -> Json:
+    """Return a block as a part of a chat message: a text or an image."""
+    kind = block.get("type")
+    if not isinstance(kind, str) or kind not in PARTS:
+        known = ", ".join([*PARTS, "tool_use", "tool_result", "thinking"])
+        raise ValueError(f"{where}.type {_shown(kind)} is not read here; send {known}")
+    return PARTS[kind](block, where)
+
+
+def _text_part(block: Json, where: str) -> Json:
+    return {"type": "text", "text": _text(block, "text", where)}
+
+
+def _image(block: Json, where: str) -> Json:
+    source = block.get("source")
+    source = source if isinstance(source, dict) else {}
+    if source.get("type") == "base64":
+        media_type, data = (_text(source, name, f"{where}.source") for name in ("media_type", "data"))
+        url = f"data:{media_type};base64,{data}"
+    elif source.get("type") == "url":
+        url = _text(source, "url", f"{where}.source")
+    else:
+        raise ValueError(f"{where}.source.type {_shown(source.get('type'))} must be base64 or url")
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def _document(block: Json, where: str) -> Json:
+    source = block.get("source")
+    source = source if isinstance(source, dict) else {}
+    if source.get("type") == "text":
+        text = _text(source, "data", f"{where}.source")
+    elif source.get("type") == "content":
+        text = _only_text(source.get("content"), f"{where}.source.content")
+    else:
+        raise ValueError(f"{where}.source.type {_shown(source.get('type'))} can't be read here; send the text")
+    return {"type": "text", "text": _lines(block.get("title"), block.get("context"), text)}
+
+
+def _search_result(block: Json, where: str) -> Json:
+    text = _only_text(block.get("content"), f"{where}.content")
+    return {"type": "text", "text": _lines(block.get("title"), block.get("source"), text)}
+
+
+def _tool_reference(block: Json, where: str) -> Json:
+    return {"type": "text", "text": _text(block, "tool_name", where)}
+
+
+PARTS: dict[str, Callable[[Json, str], Json]] = {
+    "text": _text_part,
+    "image": _image,
+    "document": _document,
+    "search_result": _search_result,
+    "tool_reference": _tool_reference,
+}
+
+
+def _only_text(content: Any, where: str) -> str:
+    parts = [_part(block, place) for place, block in _blocks(content, where)]
+    if any(part["type"] != "text" for part in parts):
+        raise ValueError(f"{where} must be text only")
+    return "\n".join(part["text"] for part in parts)
+
+
+def _lines(*texts: Any) -> str:
+    return "\n".join(text for text in texts if isinstance(text, str) and text)
+
+
+def _content(parts: list[Json]) -> str | list[Json]:
+    """Return parts as the content of a chat message: texts as one, a line for each at least."""
+    if all(part["type"] == "text" for part in parts):
+        return "\n".join(part["text"] for part in parts)
+    return parts
+
+
+def _blocks(content: Any, where: str) -> Blocks:
+    if isinstance(content, str):
+        return [(where, {"type": "text", "text": content})]
+    return _objects(content, where)
+
+
+def _objects(given: Any, where: str) -> list[tuple[str, Json]]:
+    if not isinstance(given, list) or not all(isinstance(each, dict) for each in given):
+        kind = "a list of objects" if where == "messages" else "a text or a list of objects"
+        raise ValueError(f"{where} must be {kind}, not {_shown(given)}")
+    return [(f"{where}[{i}]", each) for i, each in enumerate(given)]
+
+
+def _text(block: Json, name: str, where: str) -> str:
+    text = block.get(name)
+    if not isinstance(text, str):
+        raise ValueError(f"{where}.{name} must be a text, not {_shown(text)}")
+    return text
+
+
+def _tools(body: Json) -> Iterator[Json]:
+    """Give the tools that have a schema. Others are run by Anthropic's servers, or known to its models alone."""
+    for where, tool in _objects(body.get("tools") or [], "tools"):
+        if "input_schema" not in tool:
+            continue
+        function = {"name": _text(tool, "name", where), "parameters": tool["input_schema"]}
+        if tool.get("description") is not None:
+            function["description"] = _text(tool, "description", where)
+        yield {"type": "function", "function": function}
+
+
+def _tool_choice(body: Json) -> Json:
+    choice = body.get("tool_choice")
+    if choice is None:
+        return {}
+    kind = choice.get("type") if isinstance(choice, dict) else None
+    if kind == "tool":
+        return {"tool_choice": {"type": "function", "function": {"name": _text(choice, "name", "tool_choice")}}}
+    if kind not in ("auto", "any", "none"):
+        raise ValueError(f"tool_choice.type must be auto, any, none or tool, not {_shown(kind)}")
+    return {} if kind == "auto" else {"tool_choice": "required" if kind == "any" else "none"}
+
+
+def _template_variables(body: Json) -> Json:
+    """Return the chat template's variables. `thinking` sets what templates call `enable_thinking`."""
+    thinking, given = body.get("thinking"), body.get("chat_template_kwargs")
+    if thinking is None or (given is not None and not isinstance(given, dict)):
+        return given or {}
+    kind = thinking.get("type") if isinstance(thinking, dict) else None
+    if kind not in ("enabled", "adaptive", "disabled"):
+        raise ValueError(f"thinking.type must be enabled, adaptive or disabled, not {_shown(kind)}")
+    return {"enable_thinking": kind != "disabled", **(given or {})}
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, (list, dict)):
+        return "a list" if isinstance(value, list) else "an object"
+    return json.dumps(value)[:40]
+
+
+# -- an answer --------------------------------------------------------------------------------------------------------
+
+
+def _message(chat: Json, content: list[Json]) -> Json:
+    """Return the beginning of a message. `chat`: an answer of the chat, or a chunk of one."""
+    name = f"msg_{str(chat['id']).rpartition('chatcmpl-')[2].replace('-', '')}"
+    return {"id": name, "type": "message", "role": "assistant", "model": chat["model"], "content": content}
+
+
+def _blocks_of(message: Json) -> Iterator[Json]:
+    if message.get("reasoning"):
+        yield {"type": "thinking", "thinking": message["reasoning"], "signature": ""}
+    if (message.get("content") or "").strip():
+        yield {"type": "text", "text": message["content"]}
+    for call in message.get("tool_calls") or ():
+        yield {**_tool_use(call), "input": json.loads(call["function"]["arguments"])}
+
+
+def _tool_use(call: Json) -> Json:
+    name = call.get("id") or f"toolu_{uuid.uuid4().hex}"
+    return {"type": "tool_use", "id": name, "name": call["function"]["name"], "input": {}}
+
+
+def _stopped(finish: str | None, content: list[Json]) -> Json:
+    reason = STOP_REASONS.get(finish or "", "end_turn")
+    if reason == "tool_use" and not any(block["type"] == "tool_use" for block in content):
+        reason = "end_turn"  # what the model wrote as a call is none
+    return {"stop_reason": reason, "stop_sequence": None}
+
+
+def _usage(request: Json, usage: Json) -> Json:
+    """Return the chat's usage as this API has it: a request that has `cache_control` writes all that it doesn't read."""
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+    computed = usage["prompt_tokens"] - cached
+    written = computed if _asks_for_cache(request) else 0
+    return {
+        "input_tokens": computed - written,
+        "cache_read_input_tokens": cached,
+        "cache_creation_input_tokens": written,
+        "output_tokens": usage["completion_tokens"],
+    }
+
+
+def _asks_for_cache(value: Any) -> bool:
+    if isinstance(value, dict):
+        return bool(value.get("cache_control")) or any(map(_asks_for_cache, value.values()))
+    return isinstance(value, list) and any(map(_asks_for_cache, value))
+
+
+def _error(status: int, message: str) -> Json:
+    kind = ERRORS.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+class MessageStream:
+    """The events of one streamed message: a block is begun by its first text, and ended by what is not of it."""
+
+    def __init__(self, request: Json):
+        self._request = request
+        self._usage: Json = {}
+        self._content: list[Json] = []  # the blocks that were begun; the last one is open while `_is_open`
+        self._is_open, self._has_begun = False, False
+        self._space = ""  # white space that begins a text, if more of it follows
+        self._finish: str | None = None
+
+    def take(self, chunk: Json) -> list[Event]:
+        self._usage = chunk.get("usage") or self._usage
+        events = [] if self._has_begun else [self._begin(chunk)]
+        for choice in chunk["choices"]:
+            delta = choice["delta"]
+            events += self._more("thinking", delta.get("reasoning") or "")
+            events += self._more("text", delta.get("content") or "")
+            for call in delta.get("tool_calls") or ():
+                events += self._call(call)
+            self._finish = choice.get("finish_reason") or self._finish
+        return events
+
+    def end(self) -> list[Event]:
+        usage = _usage(self._request, self._usage)
+        delta = {"type": "message_delta", "delta": _stopped(self._finish, self._content), "usage": usage}
+        return [*self._close(), Event("message_delta", delta), Event("message_stop", {"type": "message_stop"})]
+
+    def fail(self, status: int, message: str) -> list[Event]:
+        return [Event("error", _error(status, message))]
+
+    def _begin(self, chunk: Json) -> Event:
+        self._has_begun = True
+        message = {**_message(chunk, []), "stop_reason": None, "stop_sequence": None}
+        message["usage"] = _usage(self._request, self._usage)
+        return Event("message_start", {"type": "message_start", "message": message})
+
+    def _more(self, kind: str, text: str) -> list[Event]:
+        """Return the events for more of a text, or of a thought."""
+        if not text:
+            return []
+        events: list[Event] = []
+        if not self._is_open or self._content[-1]["type"] != kind:
+            text = self._space + text if kind == "text" else text
+            if kind == "text" and not text.strip():
+                self._space = text
+                return []
+            empty = {"text": {"text": ""}, "thinking": {"thinking": "", "signature": ""}}[kind]
+            events = self._open({"type": kind, **empty})
+        delta = {"type": f"{kind}_delta", kind: text}
+        return [*events, self._delta(delta)]
+
+    def _call(self, call: Json) -> list[Event]:
+        arguments = {"type": "input_json_delta", "partial_json": call["function"]["arguments"]}
+        return [*self._open(_tool_use(call)), self._delta(arguments), *self._close()]
+
+    def _open(self, block: Json) -> list[Event]:
+        closing = self._close()
+        self._content.append(block)
+        self._is_open, self._space = True, ""
+        start = {"type": "content_block_start", "index": self._index, "content_block": block}
+        return [*closing, Event("content_block_start", start)]
+
+    def _delta(self, delta: Json) -> Event:
+        return Event("content_block_delta", {"type": "content_block_delta", "index": self._index, "delta": delta})
+
+    def _close(self) -> list[Event]:
+        if not self._is_open:
+            return []
+        self._is_open = False
+        return [Event("content_block_stop", {"type": "content_block_stop", "index": self._index})]
+
+    @property
+    def _index(self) -> int:
+        return len(self._content) - 1
