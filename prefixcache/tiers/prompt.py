@@ -188,19 +188,22 @@ def take_hit(storage: Storage, prompt: Prompt, leave: int) -> Hit | None:
 
 
 def count_hit(storage: Storage, prompt: Prompt, depth: int) -> None:
-    """Count a fetch that used the first `depth` tokens of a prompt, 0 on a miss, and make them the newest."""
+    """Count a fetch that used the first `depth` tokens of a prompt, 0 on a miss, and make them the newest. What RAM has no
+    images of, a hot prompt gave.
+    """
     graph, counters = storage.graph, storage.counters
     counters.fetches += 1
     counters.asked_tokens += len(prompt)
+    counters.hit_tokens += depth
     if len(storage.long_prompts):
         for namespace in prompt.namespaces():
             storage.long_prompts.asked_for(prompt.keys(namespace))
     deepest = prompt.deepest(RAM, len(prompt) - depth) if depth else None
+    counters.ram_hit_tokens += depth - max(deepest.depth if deepest is not None else 0, 0)
     if deepest is None or deepest.depth <= 0:  # or it was evicted since
         return
     required = required_images(deepest.walk, deepest.depth, RAM)
     graph.recency.touch(required, hit=True)
-    counters.hit_tokens += deepest.depth
     counters.count_tiers(required, deepest.depth)
     if storage.remote is not None:
         storage.remote.offer_used(deepest.walk, deepest.depth, required)

@@ -244,6 +244,19 @@ def test_a_device_with_memory_of_its_own_has_a_budget_of_its_own(monkeypatch):
         assert cache.stats().hot_bytes == 0
 
 
+def test_a_hot_hit_counts_although_its_images_have_left_ram(tmp_path, monkeypatch):
+    monkeypatch.setattr("prefixcache.cache.device_memory", lambda: 8_000_000)
+    with PrefixCache(ram="2MB", codec="raw", ssd_dir=tmp_path, ssd="50MB", memory_reserve=0) as cache:
+        cache.store(LONG, made := states.sliceable(LONG), model="m")
+        assert cache.keep_hot(LONG, made, model="m")
+        assert cache.flush(30)
+        cache.trim_to(0)
+        assert cache.match(LONG, model="m").ram == 0
+        assert cache.fetch([*LONG, 1], model="m")[1] == [1]
+        counters = cache.stats().counters
+        assert counters.hit_tokens == counters.ram_hit_tokens == counters.hot_hit_tokens == 700
+
+
 def test_a_fetch_looks_at_a_bounded_number_of_them(cache):
     for seed in range(MOST + 5):
         plain(cache, prompt(seed, 20))
