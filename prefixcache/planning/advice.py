@@ -32,6 +32,17 @@ class Link(NamedTuple):
     rate: float
 
 
+class Served(NamedTuple):
+    """What each request asked for and was given, int64: tokens asked for, hit, and of these hot, with nothing to decode; and
+    bytes that a promotion read.
+    """
+
+    asked: np.ndarray
+    hit: np.ndarray
+    hot: np.ndarray
+    read: np.ndarray
+
+
 class Latency(NamedTuple):
     """Percentiles of the time to first token, seconds."""
 
@@ -59,14 +70,13 @@ class Wear(NamedTuple):
 # -- time -------------------------------------------------------------------------------------------------------------
 
 
-def times_to_first_token(
-    asked: np.ndarray, hit: np.ndarray, read: np.ndarray, bytes_per_token: float, rates: Rates
-) -> np.ndarray:
+def times_to_first_token(served: Served, bytes_per_token: float, rates: Rates) -> np.ndarray:
     """Return seconds of each request: the tokens that were not hit at the prefill rate, the bytes that a promotion read at
-    the SSD's, the bytes of the hit at the decoder's. Each request has the machine to itself: nobody queues.
+    the SSD's, the bytes of the hit at the decoder's, but for what was hot. Each request has the machine to itself: nobody
+    queues.
     """
-    computing = (asked - hit) / rates.prefill
-    return np.asarray(computing + read / rates.ssd + hit * bytes_per_token / rates.decode, np.float64)
+    computing, decoded = (served.asked - served.hit) / rates.prefill, served.hit - served.hot
+    return np.asarray(computing + served.read / rates.ssd + decoded * bytes_per_token / rates.decode, np.float64)
 
 
 def seconds_of_remote(trips: np.ndarray, read: np.ndarray, link: Link) -> np.ndarray:

@@ -302,7 +302,7 @@ def simulate_fleet(
         Simulation(state, codec, fleet.cell) if fleet.remote_admission is None else Machine(state, codec, fleet, remote)
         for _ in range(fleet.machines)
     ]
-    asked, hit, read, remote_read, trips = (array("q") for _ in range(5))
+    asked, hit, hot, read, remote_read, trips = (array("q") for _ in range(6))
     by_machine = [0] * fleet.machines
     prompts = Prompts(block)
     with collector_at_rest():
@@ -311,11 +311,11 @@ def simulate_fleet(
             machine = machines[index]
             prompt = machine.prompt(prompts.token_bytes(request))
             if request.call != "store" and len(prompt):
-                before = _read_so_far(machine), remote.read_bytes, _trips(machine)
+                before = *machine.given_so_far(), remote.read_bytes, _trips(machine)
                 hit.append(machine.fetch(prompt))
                 asked.append(request.tokens)
-                after = _read_so_far(machine), remote.read_bytes, _trips(machine)
-                for counts, new, old in zip((read, remote_read, trips), after, before, strict=True):
+                after = *machine.given_so_far(), remote.read_bytes, _trips(machine)
+                for counts, new, old in zip((hot, read, remote_read, trips), after, before, strict=True):
                     counts.append(new - old)
                 by_machine[index] += 1
             if request.call != "fetch" and len(prompt):
@@ -324,12 +324,13 @@ def simulate_fleet(
                 progress(number)
     counters = [machine.storage.counters for machine in machines]
     remote_tokens = sum(machine.remote_tokens for machine in machines if isinstance(machine, Machine))
-    arrays = (np.array(counts, np.int64) for counts in (asked, hit, read, remote_read, trips))
+    arrays = (np.array(counts, np.int64) for counts in (asked, hit, hot, read, remote_read, trips))
     return FleetOutcome(
         fleet,
         by_machine,
         sum(asked),
         sum(c.ram_hit_tokens for c in counters),
+        sum(c.hot_hit_tokens for c in counters),
         sum(c.ssd_hit_tokens for c in counters) - remote_tokens,
         remote_tokens,
         remote.sent_images,
@@ -341,10 +342,6 @@ def simulate_fleet(
         remote.peak,
         *arrays,
     )
-
-
-def _read_so_far(machine: Simulation) -> int:
-    return machine.ssd.read_bytes if machine.ssd is not None else 0
 
 
 def _trips(machine: Simulation) -> int:

@@ -15,7 +15,7 @@ class Cell(NamedTuple):
     """One size to try: bytes of RAM and SSD (0: none), eviction policy and SSD admission, as in `Settings`.
 
     So are `spill` and `idle` (`spill_idle`), which is 0, since what it adds depends on how long the server lives; "auto" has
-    all gaps of the trace used.
+    all gaps of the trace used. `hot` is of the RAM: bytes, "auto", or 0 for none.
     """
 
     ram: int
@@ -24,6 +24,7 @@ class Cell(NamedTuple):
     admission: str = "always"
     spill: str = "drop"
     idle: int | str = 0
+    hot: int | str = 0
 
 
 class Fleet(NamedTuple):
@@ -46,8 +47,9 @@ class CellOutcome(NamedTuple):
     """One run of a trace at the size of a `cell`. Tokens are counted in tokens, all else in bytes or images.
 
     `ram_tokens` are hits that RAM had at once, `ssd_tokens` those that a promotion brought; their share of `asked_tokens` is
-    the hit rate. The arrays have one element a request, int64: `asked`, `hit` (tokens, of either tier) and `read` (bytes that
-    the promotion took from the SSD).
+    the hit rate. `hot_tokens`, among RAM's, had nothing to decode. The arrays have one element a request, int64: `asked`,
+    `hit` (tokens, of either tier), `hot` (of them, those that a hot prompt gave) and `read` (bytes that the promotion took
+    from the SSD).
     """
 
     cell: Cell
@@ -55,6 +57,7 @@ class CellOutcome(NamedTuple):
     seconds: float
     asked_tokens: int
     ram_tokens: int
+    hot_tokens: int
     ssd_tokens: int
     stored_tokens: int
     stored_bytes: int
@@ -71,11 +74,17 @@ class CellOutcome(NamedTuple):
     ssd_peak: int
     asked: np.ndarray
     hit: np.ndarray
+    hot: np.ndarray
     read: np.ndarray
 
     @property
     def hit_tokens(self) -> int:
         return self.ram_tokens + self.ssd_tokens
+
+    @property
+    def hot_hits(self) -> int:
+        """Requests that a hot prompt gave tokens."""
+        return int(np.count_nonzero(self.hot))
 
     @property
     def hit_rate(self) -> float:
@@ -87,14 +96,15 @@ class FleetOutcome(NamedTuple):
     """One run of a trace on a `fleet`. Hits are of RAM, of the machine's own SSD, or of the remote, in tokens.
 
     `requests` are those of each machine. `reused_tokens` are those of blocks that were read from the remote at least once.
-    The arrays have one element a request, int64: `asked`, `hit` (tokens), `read` (bytes from the SSD), `remote_read` (bytes
-    from the remote), `trips` (round trips to it that the request waited for).
+    The arrays have one element a request, int64: `asked`, `hit` (tokens), `hot` (of them, what a hot prompt gave), `read`
+    (bytes from the SSD), `remote_read` (bytes from the remote), `trips` (round trips to it that the request waited for).
     """
 
     fleet: Fleet
     requests: list[int]
     asked_tokens: int
     ram_tokens: int
+    hot_tokens: int
     ssd_tokens: int
     remote_tokens: int
     sent_images: int
@@ -106,6 +116,7 @@ class FleetOutcome(NamedTuple):
     remote_peak: int
     asked: np.ndarray
     hit: np.ndarray
+    hot: np.ndarray
     read: np.ndarray
     remote_read: np.ndarray
     trips: np.ndarray

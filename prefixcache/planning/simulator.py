@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from threading import Condition
 from typing import Any, NamedTuple
@@ -34,6 +35,7 @@ from prefixcache.planning.simulated_ssd import SimulatedImage, SimulatedSsd
 from prefixcache.planning.sizes import StateSizes
 from prefixcache.settings import Settings
 from prefixcache.ssd.entries import NamespaceRow
+from prefixcache.store_fetch_remove.hot import add_hot, hot_hit, tokens_to_keep
 from prefixcache.store_fetch_remove.jobs import ImageJob
 from prefixcache.store_fetch_remove.namespaces import reserve_basis
 from prefixcache.store_fetch_remove.store import StoreCall
@@ -83,8 +85,6 @@ class SizeMaker:
     """A `Maker` of sizes, for prompts of a model: of a window it has what a live cache holds after the last token."""
 
     has_codes = False
-    since: int | None = None
-    is_written_back = False
     recoded = 0
     not_finite: NotFinite | None = None
 
@@ -92,11 +92,14 @@ class SizeMaker:
         self._namespace, self._plan, self._sizes, self._ssd = namespace, namespace.plan, sizes, ssd
         self._blueprints: dict[Any, int] = {}
         self._limit = 0
+        self.since: int | None = None
         self.state: State | None = None
+        self.is_written_back = True
 
-    def begin(self, limit: int) -> SizeMaker:
-        """Begin a store of so many tokens."""
-        self._limit = limit
+    def begin(self, limit: int, given: int) -> SizeMaker:
+        """Begin a store of so many tokens, the first of which have the rows that a fetch gives."""
+        self._limit, self.is_written_back = limit, True
+        self.since = None if self._plan.lossless else given
         self.state = self._sizes.state.snapshot(limit) if self._plan.snapshots else None
         return self
 
@@ -135,7 +138,17 @@ class SizeMaker:
         """Nothing is decoded."""
 
     def decode_known(self, nodes: Sequence[Node]) -> None:
-        """Nothing is decoded."""
+        """Note what can't be decoded: what the SSD alone has isn't read for it."""
+        images = [slot.image for node in nodes for slot in (node.rows, *node.windows) if slot is not None]
+        self.is_written_back &= all(image is not None for image in images)
+
+
+@dataclass
+class SimulatedHotState:
+    """In the place of a hot prompt's arrays."""
+
+    nbytes: int
+    is_sliceable: bool
 
 
 class WriterTurn(Condition):
@@ -163,6 +176,13 @@ class SizeSource:
         return True
 
 
+class Given(NamedTuple):
+    """Tokens that hot prompts gave, and bytes that promotions read from the SSD."""
+
+    hot_tokens: int
+    read_bytes: int
+
+
 class Simulation:
     """A cache of a model's state, at first empty. `more` are tiers that it can read from, below its own, and to which nothing
     spills; their number is `last_tier`. Not thread-safe. ValueError where RAM has no size.
@@ -180,6 +200,7 @@ class Simulation:
             ssd_admission=cell.admission,
             spill=cell.spill,
             spill_idle=cell.idle,
+            hot=cell.hot,
         )
         self.ssd: SimulatedSsd | None = None
         tiers = last_tier(cell) + len(more)
@@ -202,6 +223,7 @@ class Simulation:
             storage.open_tier(tier, self.ssd, [namespace])
         self.namespace = namespace
         self.source = SizeSource(storage, more)
+        self._sizes = sizes
         self._maker = SizeMaker(namespace, sizes, self.ssd)
         self._now = 0.0
         self._idle = Idle(storage, lambda: self._now)
@@ -213,13 +235,14 @@ class Simulation:
     def fetch(self, prompt: Prompt, leave: int = 1) -> int:
         """Promote and look up, and return how many tokens were hit."""
         self.promote(prompt)
-        hit = take_hit(self.storage, prompt, leave)
-        count_hit(self.storage, prompt, hit.depth if hit is not None else 0)
-        if hit is None:
-            return 0
-        self.used(hit)
-        self.storage.unpin(hit.pinned)
-        return hit.depth
+        hot, hit = hot_hit(self.storage, prompt, leave), take_hit(self.storage, prompt, leave)
+        depth = max(hot.depth if hot is not None else 0, hit.depth if hit is not None else 0)
+        count_hit(self.storage, prompt, depth)
+        prompt.given_rows.tokens = depth
+        if hit is not None:
+            self.used(hit)
+            self.storage.unpin(hit.pinned)
+        return depth
 
     def promote(self, prompt: Prompt) -> None:
         """Promote from the SSD, where it has more than RAM."""
@@ -242,9 +265,22 @@ class Simulation:
         """See a hit, pinned now: a fleet's machine does something with it."""
 
     def store(self, prompt: Prompt) -> None:
-        """Keep what is new of a prompt."""
-        StoreCall(self.storage, self.namespace, prompt, len(prompt), self._maker.begin(len(prompt))).run()
+        """Keep what is new of a prompt, and its state hot. Rows that are stored are those that its answer is made on."""
+        maker = self._maker.begin(len(prompt), prompt.given_rows.tokens)
+        StoreCall(self.storage, self.namespace, prompt, len(prompt), maker).run()
+        if self.storage.hot.limit:
+            self._keep_hot(prompt)
         self.run_writer()
+
+    def _keep_hot(self, prompt: Prompt) -> None:
+        tokens = tokens_to_keep(self.storage, self.namespace, prompt, len(prompt))
+        plan, nbytes = self.namespace.plan, self._sizes.hot_bytes(tokens) if tokens else 0
+        state = SimulatedHotState(nbytes, not (plan.windows or plan.snapshots))
+        add_hot(self.storage, self.namespace, prompt.first(tokens), nbytes, lambda: state)
+
+    def given_so_far(self) -> Given:
+        """Return what all fetches were given so far."""
+        return Given(self.storage.counters.hot_hit_tokens, self.ssd.read_bytes if self.ssd is not None else 0)
 
     def run_writer(self) -> None:
         """Give the SSD's writer its turn."""
@@ -252,8 +288,9 @@ class Simulation:
             self.ssd.run_writer()
 
     def check_integrity(self) -> None:
-        """Raise AssertionError when an invariant of the graph or of the budget does not hold."""
+        """Raise AssertionError when an invariant of the graph, of the budget or of the hot prompts does not hold."""
         self.storage.graph.check_integrity()
+        self.storage.hot.check_integrity()
 
 
 def last_tier(cell: Cell) -> int:
@@ -276,7 +313,7 @@ def simulate(
     `progress` is told the requests done, now and then. Raises ValueError where RAM has no size.
     """
     run = Simulation(state, codec, cell)
-    asked, given, read = array("q"), array("q"), array("q")
+    asked, given, hot, read = array("q"), array("q"), array("q"), array("q")
     first, last = None, 0.0
     prompts = Prompts(block)
     with collector_at_rest():
@@ -285,10 +322,12 @@ def simulate(
             run.rest(last, request.time)
             first, last = request.time if first is None else first, request.time
             if request.call != "store" and len(prompt):
-                before = run.ssd.read_bytes if run.ssd is not None else 0
+                before = run.given_so_far()
                 given.append(run.fetch(prompt))
                 asked.append(request.tokens)
-                read.append(run.ssd.read_bytes - before if run.ssd is not None else 0)
+                after = run.given_so_far()
+                hot.append(after.hot_tokens - before.hot_tokens)
+                read.append(after.read_bytes - before.read_bytes)
             if request.call != "fetch" and len(prompt):
                 run.store(prompt)
             if progress is not None and number % EVERY == 0:
@@ -296,7 +335,8 @@ def simulate(
     counts: dict[str, Any] = {name: getattr(run.storage.counters, name) for name in COUNTED}
     counts |= {name: getattr(run.ssd, name, 0) for name in COUNTED_OF_SSD}
     arrays: dict[str, Any] = {
-        name: np.array(each, np.int64) for name, each in (("asked", asked), ("hit", given), ("read", read))
+        name: np.array(each, np.int64)
+        for name, each in (("asked", asked), ("hit", given), ("hot", hot), ("read", read))
     }
     return CellOutcome(
         cell=cell,
@@ -304,6 +344,7 @@ def simulate(
         seconds=last - (first or 0.0),
         asked_tokens=sum(asked),
         ram_tokens=run.storage.counters.ram_hit_tokens,
+        hot_tokens=run.storage.counters.hot_hit_tokens,
         ssd_tokens=run.storage.counters.ssd_hit_tokens,
         ram_peak=run.storage.budget.peak,
         ssd_peak=run.ssd.peak if run.ssd is not None else 0,

@@ -11,11 +11,14 @@ from typing import Any
 
 from prefixcache.blocks.graph import NODE_BYTES, SLOT_BYTES
 from prefixcache.blocks.masks import extra_of, held_mask
+from prefixcache.blocks.node import Window
 from prefixcache.codecs import Codec
 from prefixcache.codecs.interchange import name_of
 from prefixcache.image_format import Blueprint, HeaderFields, Spec
 from prefixcache.keys import BLOCK, KEY_BYTES, canonical
 from prefixcache.planning.model import PROMPT, ModelState, held_rows, row_bytes
+
+GROWTH = 256  # rows that mlx-lm's caches grow by at once
 
 
 class StateSizes:
@@ -124,3 +127,11 @@ class StateSizes:
         for leaf in self.state.leaves(tokens):
             rows += sum(last - first for first, last in leaf.held) * row_bytes(leaf.layout)
         return rows + sum(array.nbytes for array in self.state.snapshot(tokens).arrays)
+
+    def hot_bytes(self, tokens: int) -> int:
+        """Return the bytes of the same prompt kept hot: a window that isn't full yet has the room that it grew by last."""
+        room = 0
+        for leaf in self.state.leaves(tokens):
+            if "window" in leaf.layout and not (window := Window(*leaf.layout["window"])).chunked:
+                room += min(GROWTH - 1, max(window.size - tokens, 0)) * row_bytes(leaf.layout)
+        return self.live_bytes(tokens) + room

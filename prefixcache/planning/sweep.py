@@ -123,12 +123,13 @@ def sufficient_ram(endless: CellOutcome) -> int:
 def equivalent_cell(cell: Cell, most: int | None) -> Cell:
     """Return the cell to run for this one: cells whose outcomes can't differ have it in common.
 
-    More RAM than `most`, which never evicts, changes nothing and writes nothing; without an SSD its admission changes
-    nothing. (Only the peak of RAM differs, by what a policy or an admission remembers.) With None every cell is run.
+    More RAM than `most`, which never evicts, changes nothing and writes nothing, unless hot prompts have a share of it;
+    without an SSD its admission changes nothing. (Only the peak of RAM differs, by what a policy or an admission remembers.)
+    With None every cell is run.
     """
     if most is None:
         return cell
-    if cell.ram >= most:
+    if cell.ram >= most and not cell.hot:
         return Cell(ENDLESS)
     return cell if cell.ssd else cell._replace(admission="always")
 
@@ -210,7 +211,7 @@ def _run_cell(workload: Workload, cell: Any, progress: CellProgress, run: AnyRun
     except ValueError:
         raise
     except Exception as error:
-        name = f"ram={cell.ram}, ssd={cell.ssd}, policy={cell.policy}, ssd_admission={cell.admission}"
+        name = f"ram={cell.ram}, ssd={cell.ssd}, policy={cell.policy}, ssd_admission={cell.admission}, hot={cell.hot}"
         raise CellFailed(f"{name}: {type(error).__name__}: {error}") from error
 
 

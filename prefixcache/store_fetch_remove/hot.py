@@ -1,19 +1,20 @@
-"""Which hot prompt a request hits, and which prompts become hot: see `tiers.hot`."""
+"""Which hot prompt a request hits, and which prompts become hot: see `tiers.hot`. The planner asks in the same way."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from prefixcache.blocks.lookup import hit_depth
 from prefixcache.blocks.node import RAM
-from prefixcache.keys import BLOCK, TOKEN_BYTES, common_prefix
+from prefixcache.keys import BLOCK, common_prefix
 from prefixcache.layers.adapters import CacheError
 from prefixcache.layers.hot_state import HotState, nbytes_of
 from prefixcache.layers.image_layout import read
 from prefixcache.store_fetch_remove.namespaces import Namespaces
-from prefixcache.tiers.hot import HotPrompt
+from prefixcache.tiers.hot import DecodedState, HotPrompt
 from prefixcache.tiers.prompt import Prompt
 from prefixcache.tiers.state import Namespace
 from prefixcache.tiers.storage import Storage
@@ -31,24 +32,42 @@ def keep_hot(storage: Storage, namespaces: Namespaces, prompt: Prompt, prompt_ca
     reading = read(prompt_cache)
     namespace = namespaces.of_layout(prompt.model, reading.layout, prompt.salt)
     end = len(prompt) if reading.positions is None else min(len(prompt), reading.positions)
+    tokens = tokens_to_keep(storage, namespace, prompt, end, agreed=reading.agreed)
+    try:
+        nbytes = nbytes_of(prompt_cache, tokens) if tokens else 0
+    except CacheError:
+        return 0
+    return add_hot(storage, namespace, prompt.first(tokens), nbytes, lambda: HotState.of(prompt_cache, tokens))
+
+
+def tokens_to_keep(storage: Storage, namespace: Namespace, prompt: Prompt, end: int, *, agreed: bool = True) -> int:
+    """Return how many tokens of a prompt can be kept hot, whose layers have seen `end`; 0 where none can. `agreed`: each has
+    seen as many.
+    """
     with storage.lock:
         stored = prompt.boundary(namespace, prompt.walk(namespace), storage.graph.last, end)
     if not namespace.plan.lossless and prompt.given_rows.tokens // BLOCK < stored // BLOCK:
         stored = prompt.given_rows.tokens // BLOCK * BLOCK
     is_sliceable = not (namespace.plan.windows or namespace.plan.snapshots)
-    if not stored or not (is_sliceable or (reading.agreed and stored == end)):
+    return stored if is_sliceable or (agreed and stored == end) else 0
+
+
+def add_hot(
+    storage: Storage, namespace: Namespace, prompt: Prompt, nbytes: int, make: Callable[[], DecodedState]
+) -> int:
+    """Keep the state of all tokens of a prompt, which `make` makes and which takes `nbytes`, where there is room. Return the
+    bytes that are taken, 0 where there is none.
+    """
+    if not len(prompt):
         return 0
-    try:
-        nbytes = nbytes_of(prompt_cache, stored) + stored * TOKEN_BYTES
-    except CacheError:
-        return 0
+    nbytes += len(prompt.token_bytes)
     with storage.lock:
         reservation = storage.ram.reserve_hot(nbytes)
     if reservation is None:
         return 0
     with reservation:
-        state = HotState.of(prompt_cache, stored)
-        ids = np.frombuffer(prompt.token_bytes[: stored * TOKEN_BYTES], "<i8")
+        state = make()
+        ids = np.frombuffer(prompt.token_bytes, "<i8")
         with storage.lock:
             storage.hot.add(HotPrompt(namespace.row.root, ids, state), reservation)
     return nbytes

@@ -31,7 +31,7 @@ from tests.servers.serving import save_model
 command = importlib.import_module("prefixcache.cli.plan.command")
 TINY = Path(__file__).parent.parent / "fixtures" / "tiny-llama"
 TOP = {"prefixcache", "model", "codecs", "macs", "trace", "codec", "assumed", "sizes", "fleet"}
-SIZES = {"working_set", "possible", "without", "reading_pays", "cells", "front", "cheapest", "recommendation"}
+SIZES = {"working_set", "possible", "without", "reading_pays", "cells", "front", "cheapest", "recommendation", "hot"}
 CELL = {
     "cost",
     "on_front",
@@ -40,8 +40,13 @@ CELL = {
     "ssd",
     "policy",
     "ssd_admission",
+    "hot",
+    "hot_bytes",
     "hit_rate",
     "ram_hit_rate",
+    "hot_hit_rate",
+    "hot_hits",
+    "decode_seconds_saved",
     "ssd_hit_rate",
     "of_possible",
     "hit_tokens",
@@ -53,6 +58,7 @@ CELL = {
     "seconds",
     "asked_tokens",
     "ram_tokens",
+    "hot_tokens",
     "ssd_tokens",
     "stored_tokens",
     "stored_bytes",
@@ -77,8 +83,11 @@ FLEET_ROW = {
     "ssd_admission",
     "routing",
     "remote_admission",
+    "hot",
+    "hot_bytes",
     "hit_rate",
     "ram_hit_rate",
+    "hot_hit_rate",
     "ssd_hit_rate",
     "remote_hit_rate",
     "hit_tokens",
@@ -325,8 +334,35 @@ def test_json_has_everything_and_its_shape_is_stable(planned):
     assert facts["sizes"].keys() == SIZES
     assert [set(cell) for cell in facts["sizes"]["cells"]] == [CELL] * 4
     assert [[t["ssd_rate"] for t in cell["ttft"]] for cell in facts["sizes"]["cells"]] == [[10**9, 3 * 10**9]] * 4
+    assert {frozenset(cell) for cell in facts["sizes"]["hot"]["cells"]} == {
+        frozenset(CELL - {"cost", "on_front", "bound"})
+    }
     assert (facts["trace"]["requests"], facts["trace"]["block"], facts["codec"]) == (20, 256, "turboquant:4")
     assert facts["assumed"]["tbw"] == 600 * 10**12
+
+
+def test_hot_prompts_have_shares_of_the_ram_that_is_advised(planned):
+    sizes = planned("--ram", "40MB", "--ssd", "0", "--decode-rate", "1MB")["sizes"]
+    cells, best = sizes["hot"]["cells"], sizes["hot"]["best"]
+    assert [cell["hot"] for cell in cells] == [0, 5_000_000, "auto", 20_000_000]
+    assert [cell["hot_bytes"] for cell in cells] == [0, 5_000_000, 10_000_000, 20_000_000]
+    rates = [cell["hot_hit_rate"] for cell in cells]
+    assert rates == sorted(rates)
+    assert 0 == rates[0] < rates[-1] == cells[best]["hot_hit_rate"] <= cells[best]["ram_hit_rate"]
+    assert len({cell["hit_rate"] for cell in cells}) == 1
+    means = [cell["ttft"][0]["mean"] for cell in cells]
+    assert means[best] == min(means)
+
+
+def test_shares_for_hot_prompts_are_compared_as_given(call, trace, planned):
+    sizes = planned("--ram", "4MB,40MB", "--ssd", "0", "--hot", "0,auto,1MB")["sizes"]
+    assert [(cell["ram"], cell["hot"]) for cell in sizes["cells"]] == [
+        (ram, hot) for ram in (4_000_000, 40_000_000) for hot in (0, "auto", 1_000_000)
+    ]
+    assert [cell["hot"] for cell in sizes["hot"]["cells"]] in ([0, "auto", 1_000_000], [0, 1_000_000, "auto"])
+    shown = call("plan", "--model", TINY, "--trace", trace, "--block", 256, "--ram", "40MB", "--hot", "0,10MB").stdout
+    assert "lru, always, hot 10MB" in shown
+    assert 'hot="0"' in shown
 
 
 def test_images_of_transform_are_decoded_slower_unless_a_rate_is_given(planned):

@@ -31,6 +31,7 @@ def outcome(cell: Cell, **values: Any) -> CellOutcome:
         "ssd_tokens": cell.ssd,
         "asked": none,
         "hit": none,
+        "hot": none,
         "read": none,
     }
     return CellOutcome(**{**counts, **of, **values})

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefixcache.planning import advice
-from prefixcache.planning.advice import Latency, Prices, Rates, Wear
+from prefixcache.planning.advice import Latency, Prices, Rates, Served, Wear
 
 RATES = Rates(prefill=1000.0, ssd=2e9, decode=10e9)
 GB = 10**9
@@ -29,10 +29,11 @@ def values_of(points: list[tuple[int, int, int]]) -> list[int]:
 # -- time -------------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_not_hit_is_computed_and_what_is_hit_is_read_and_decoded():
-    asked, hit, read = np.array([1000, 4000, 4000]), np.array([0, 3000, 4000]), np.array([0, 0, 160_000_000])
-    seconds = advice.times_to_first_token(asked, hit, read, 40_000, RATES)
-    assert seconds.tolist() == pytest.approx([1.0, 1.0 + 0.012, 0.08 + 0.016])
+def test_what_is_not_hit_is_computed_and_what_is_hit_is_read_and_decoded_unless_it_is_hot():
+    asked, hit = np.array([1000, 4000, 4000, 4000]), np.array([0, 3000, 4000, 4000])
+    hot, read = np.array([0, 0, 0, 3000]), np.array([0, 0, 160_000_000, 0])
+    seconds = advice.times_to_first_token(Served(asked, hit, hot, read), 40_000, RATES)
+    assert seconds.tolist() == pytest.approx([1.0, 1.0 + 0.012, 0.08 + 0.016, 0.004])
 
 
 def test_percentiles_are_of_the_requests():
@@ -55,7 +56,8 @@ def test_nobody_waits_longer_on_a_quicker_machine(requests, prefill, times):
         slow._replace(ssd=1e9 * times),
         slow._replace(decode=1e10 * times),
     ):
-        before, after = (advice.times_to_first_token(asked, hit, hit * 40_000, 40_000, of) for of in (slow, quick))
+        served = Served(asked, hit, hit // 2, hit * 40_000)
+        before, after = (advice.times_to_first_token(served, 40_000, of) for of in (slow, quick))
         assert (after <= before).all()
 
 

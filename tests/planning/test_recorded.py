@@ -61,7 +61,7 @@ def served(tmp_path, monkeypatch):
                         cache._ssd.flush()
                     hits.append(len(tokens) - len(cache.fetch(tokens, model=model)[1]))
                 else:
-                    cache.store(tokens, live_cache(STATE, len(tokens)), model=model)
+                    cache.store(tokens, live_cache(STATE, tokens), model=model)
                     if ssd:
                         cache._ssd.flush()
             cache.check_integrity()

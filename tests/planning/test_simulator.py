@@ -1,5 +1,6 @@
 """A simulated run is the real one without its bytes: the same requests hit as deep, and write and read as much."""
 
+import itertools
 from concurrent import futures
 from itertools import islice
 from pathlib import Path
@@ -8,6 +9,8 @@ from types import MethodType
 import mlx.core as mx
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 
 from prefixcache import PrefixCache, TurboQuant
@@ -18,7 +21,7 @@ from prefixcache.codecs.transform.codec import Calibrated
 from prefixcache.layers.image_layout import read
 from prefixcache.memory import collector_at_rest
 from prefixcache.planning.model import ModelState
-from prefixcache.planning.outcome import Cell
+from prefixcache.planning.outcome import Cell, CellOutcome
 from prefixcache.planning.simulator import Simulation, simulate, tokens_of
 from prefixcache.planning.sizes import StateSizes
 from prefixcache.store_fetch_remove.image_maker import LiveMaker
@@ -42,7 +45,7 @@ HYBRID = {"model_type": "qwen3_next", "decoder_sparse_step": 1, "mlp_only_layers
 )
 
 
-def requests(name: str, count: int, every: int, whole: bool = False) -> list[Request]:
+def requests(name: str, count: int, every: int, *, whole: bool = False) -> list[Request]:
     """The first requests of a trace, with each `every`th of their ids: as many turns that share as much, of fewer tokens."""
     kept = []
     for request in islice(Trace(TRACES / f"{name}.jsonl.gz"), count):
@@ -52,18 +55,23 @@ def requests(name: str, count: int, every: int, whole: bool = False) -> list[Req
     return kept
 
 
-def live_cache(state: ModelState, tokens: int) -> list:
-    """A prompt cache of the model's shape after `tokens` tokens, the last of them decoded by itself."""
-    arrays = iter(state.snapshot(tokens).arrays)
+def live_cache(state: ModelState, tokens: np.ndarray) -> list:
+    """A prompt cache of the model's shape after these tokens, the last of them decoded by itself. Prompts that begin alike
+    have the same rows as far as they do.
+    """
+    arrays, count = iter(state.snapshot(len(tokens)).arrays), len(tokens)
+    said_last = tokens[np.maximum.accumulate(np.where(tokens != 0, np.arange(count), 0))]
+    signs = 1 - 2 * (said_last[:, None, None, None, None] >> np.arange(WIDTH) & 1).astype(np.float32)
     made = []
-    for leaf in state.plan(as_codec("raw")).leaves:
+    for layer, leaf in enumerate(state.plan(as_codec("raw")).leaves):
         if leaf["kind"] == "snapshot":
             cache = ArraysCache(2)
             cache[0], cache[1] = next(arrays), next(arrays)
         else:
             cache = RotatingKVCache(*leaf["window"][:2]) if "window" in leaf else KVCache()
-            rows = mx.random.normal((2, 1, HEADS, tokens, WIDTH)).astype(mx.bfloat16)
-            for part in (slice(0, tokens - 1), slice(tokens - 1, tokens)):
+            drawn = np.random.default_rng(layer).standard_normal((count, 2, 1, HEADS, WIDTH), np.float32)
+            rows = mx.array((drawn * signs).transpose(1, 2, 3, 0, 4)).astype(mx.bfloat16)
+            for part in (slice(0, count - 1), slice(count - 1, count)):
                 cache.update_and_fetch(rows[0, :, :, part], rows[1, :, :, part])
         made.append(cache)
     assert read(made).layout == state.layout
@@ -97,43 +105,49 @@ def by_turns(cache: PrefixCache, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def served(tmp_path, monkeypatch):
+def served(tmp_path_factory, monkeypatch):
     """Serves requests with a real cache, real files and all; the tokens hit by each, and what it counted."""
 
-    def serve(asked: list[Request], state: ModelState, codec: str, ram: int, ssd: int, **settings):
+    def serve(asked: list[Request], state: ModelState, codec: str, ram: int, ssd: int, hot: int | str = 0, **more):
         model = StateSizes(state, as_codec(codec)).model
-        disk = {"ssd_dir": tmp_path, "ssd": ssd, "spill_on_close": False} if ssd else {}
+        disk = {"ssd_dir": tmp_path_factory.mktemp("ssd"), "ssd": ssd, "spill_on_close": False} if ssd else {}
         hits = []
-        with PrefixCache(ram=ram, codec=codec, memory_reserve=0, **disk, **settings) as cache:
+        with PrefixCache(ram=ram, hot=hot, codec=codec, memory_reserve=0, **disk, **more) as cache:
             if ssd:
                 by_turns(cache, monkeypatch)
             for request in asked:
                 tokens = np.frombuffer(tokens_of(request, BLOCK), "<i8")
+                prompt = cache.prompt(tokens, model=model)
                 if ssd:
-                    cache.promote(tokens, model=model).result()
+                    cache.promote(prompt).result()
                     cache._ssd.flush()
-                hits.append(len(tokens) - len(cache.fetch(tokens, model=model)[1]))
-                cache.store(tokens, live_cache(state, len(tokens)), model=model)
+                hits.append(len(prompt) - len(cache.fetch(prompt)[1]))
+                live = live_cache(state, tokens)
+                cache.store(prompt, live, write_back_from=hits[-1])
+                cache.keep_hot(prompt, live)
                 if ssd:
                     cache._ssd.flush()
-            cache.check_integrity()
+                cache.check_integrity()
             return hits, cache.stats()
 
     return serve
 
 
-def agree(served, asked: list[Request], config: dict, codec: str, ram: int, ssd: int, **policy) -> None:
+def agree(served, asked: list[Request], config: dict, codec: str, ram: int, ssd: int, **policy) -> CellOutcome:
+    """Check that a simulation has what a real cache has, and return it."""
     state = ModelState.of(config, name="tiny")
     real = {
         "policy": policy.get("policy", "lru"),
         "ssd_admission": policy.get("admission", "always"),
         "spill": policy.get("spill", "drop"),
+        "hot": policy.get("hot", 0),
     }
     hits, stats = served(asked, state, codec, ram, ssd, **real)
     outcome = simulate(asked, state, as_codec(codec), Cell(ram, ssd, **policy), block=BLOCK)
     counters = stats.counters
     assert outcome.hit.tolist() == hits
-    assert 0 < sum(hits) == outcome.ram_tokens + outcome.ssd_tokens == counters.hit_tokens
+    assert sum(hits) == outcome.ram_tokens + outcome.ssd_tokens == counters.hit_tokens
+    assert outcome.hot.sum() == outcome.hot_tokens == counters.hot_hit_tokens
     assert outcome.asked_tokens == counters.asked_tokens == sum(request.tokens for request in asked)
     assert (outcome.stored_tokens, outcome.stored_bytes) == (counters.stored_tokens, counters.stored_bytes)
     assert (outcome.evicted, outcome.dropped) == (counters.evicted, counters.dropped)
@@ -145,6 +159,7 @@ def agree(served, asked: list[Request], config: dict, codec: str, ram: int, ssd:
         assert (outcome.written_files, outcome.written_bytes) == (stats.ssd.written_files, stats.ssd.written_bytes)
         assert (outcome.read_files, outcome.read_bytes) == (stats.ssd.read_files, stats.ssd.read_bytes)
         assert outcome.ssd_peak <= ssd
+    return outcome
 
 
 @pytest.mark.parametrize("codec", ["raw", "turboquant:4"])
@@ -185,6 +200,45 @@ def test_sliding_windows(served):
 def test_state_that_cannot_be_cut(served):
     asked = requests("coding_agents", 16, 16, whole=True)
     agree(served, [request for request in asked for _ in range(2)], HYBRID, "raw", 4_000_000, GB)
+
+
+# -- hot prompts ----------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def chats(draw: st.DrawFn) -> list[Request]:
+    """Turns of some chats that begin alike: each goes on from what its chat asked before, asks it again, or another end."""
+    asked: list[Request] = []
+    ids = [(0,)] * 3
+    fresh = itertools.count(1)
+    for at, chat in enumerate(draw(st.lists(st.integers(0, 2), min_size=3, max_size=12))):
+        kept = ids[chat][: draw(st.integers(1, 4))]
+        ids[chat] = (*kept, *itertools.islice(fresh, draw(st.integers(0, 2))))
+        cut = draw(st.sampled_from((0, 1, 100, 256, 400)))
+        asked.append(Request(float(at), len(ids[chat]) * BLOCK - cut, 0, ids[chat]))
+    return asked
+
+
+@given(
+    asked=chats(),
+    model=st.sampled_from((PLAIN, SLIDING, HYBRID)),
+    codec=st.sampled_from(("raw", "turboquant:4")),
+    ram=st.sampled_from((500_000, 1_500_000, 20_000_000)),
+    ssd=st.sampled_from((0, GB)),
+    share=st.sampled_from((2, 4)),
+)
+def test_what_is_hot_of_any_chats(served, asked, model, codec, ram, ssd, share):
+    agree(served, asked, model, codec, ram, ssd, hot=ram // share)
+
+
+def test_a_chat_goes_on_hot():
+    state, codec = ModelState.of(PLAIN, name="tiny"), as_codec("turboquant:4")
+    turns = [Request(float(at), 500 * (at + 1), 0, (*range(at + 1),)) for at in range(4)]
+    for hot, share in ((0, 0), ("auto", 1)):
+        outcome = simulate(turns, state, codec, Cell(20_000_000, hot=hot), block=500)
+        assert outcome.hit.tolist() == [0, 500, 1000, 1500]
+        assert outcome.hot.tolist() == [share * tokens for tokens in (0, 500, 1000, 1500)]
+        assert outcome.hot_hits == 3 * share
 
 
 # -- codes of unequal lengths ----------------------------------------------------------------------------------------------

@@ -75,11 +75,11 @@ def test_cells_that_can_not_differ_run_once_and_keep_their_names():
         ran.append(cell)
         return outcome(cell)
 
-    cells = [Cell(10), Cell(20, 5, "adaptive"), Cell(3, 10), Cell(3, 0, "lru", "second"), Cell(3)]
+    cells = [Cell(10), Cell(20, 5, "adaptive"), Cell(3, 10), Cell(3, 0, "lru", "second"), Cell(3), Cell(20, hot=5)]
     found = sweep(WORKLOAD, cells, known=Known(most=10), processes=1, run=run)
-    assert sorted(ran) == [Cell(3), Cell(3, 10), Cell(ENDLESS)]
+    assert sorted(ran) == [Cell(3), Cell(3, 10), Cell(20, hot=5), Cell(ENDLESS)]
     assert [o.cell for o in found] == cells
-    assert [o.ram_tokens for o in found] == [ENDLESS, ENDLESS, 3, 3, 3]
+    assert [o.ram_tokens for o in found] == [ENDLESS, ENDLESS, 3, 3, 3, 20]
 
 
 def test_what_is_known_does_not_run_again():
@@ -145,7 +145,7 @@ def test_progress_is_in_requests_or_in_runs():
 
 
 def test_a_cell_that_fails_is_named():
-    named = r"ram=2, ssd=5, policy=lru, ssd_admission=always: KeyError: 'lost'"
+    named = r"ram=2, ssd=5, policy=lru, ssd_admission=always, hot=0: KeyError: 'lost'"
     with pytest.raises(CellFailed, match=named):
         sweep(WORKLOAD, [Cell(1), Cell(2, 5)], processes=2, run=wrong)
 

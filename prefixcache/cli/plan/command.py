@@ -140,7 +140,16 @@ def _simulate(sizes: StateSizes, simulation: TracePlan, assumed: Assumed) -> Fac
     """Return {"trace", "sizes", "fleet"}; "fleet" is None if none was asked for. An endless cache is simulated first: its
     bytes are the largest size that is worth a try, and its hits are what is possible.
     """
-    from prefixcache.cli.plan.facts import capacities, grid, outcome_facts, ram_ladder, ssd_ladder, trace_facts
+    from prefixcache.cli.plan.facts import (
+        capacities,
+        grid,
+        hot_cells,
+        hot_facts,
+        outcome_facts,
+        ram_ladder,
+        ssd_ladder,
+        trace_facts,
+    )
     from prefixcache.planning.bound import best_at
     from prefixcache.planning.outcome import Cell
     from prefixcache.planning.sweep import ENDLESS, Known, Workload, sufficient_ram, sweep
@@ -158,18 +167,23 @@ def _simulate(sizes: StateSizes, simulation: TracePlan, assumed: Assumed) -> Fac
     known = Known({Cell(ENDLESS): endless}, most)
     rams = simulation.rams or ram_ladder(most)[:: 2 if simulation.ssds else 1]
     ssds = simulation.ssds or [0, *ssd_ladder(most)]
-    cells = grid(rams, ssds, simulation.policies, simulation.admissions)
+    cells = grid(rams, ssds, simulation.policies, simulation.admissions, simulation.hots)
     processes = 1 if totals.ids * len(cells) < PARALLEL_IDS else None
     with bar("sizes") as show:
         outcomes = sweep(workload, cells, known=known, processes=processes, progress=show)
-    fleet = None
+    known, fleet = Known({**known.outcomes, **dict(zip(cells, outcomes, strict=True))}, most), None
     if simulation.fleet is not None:
-        known = Known(dict(zip(cells, outcomes, strict=True)), most)
         fleet = _simulate_fleets(workload, cells, known, sizes, simulation.fleet, assumed)
     bounds = best_at(trace, capacities(cells, sizes.bytes_per_token, trace.block))
+    facts = outcome_facts(outcomes, bounds, endless, sizes, totals.longest, assumed)
+    if (best := facts["recommendation"]) is not None:
+        tried = hot_cells(cells[best["cell"]], simulation.hots)
+        with bar("hot prompts") as show:
+            hot_outcomes = sweep(workload, tried, known=known, processes=processes, progress=show)
+        facts["hot"] = hot_facts(hot_outcomes, endless.hit_tokens, sizes, assumed)
     return {
         "trace": trace_facts(trace, totals, endless.asked, sizes.state.context),
-        "sizes": outcome_facts(outcomes, bounds, endless, sizes, totals.longest, assumed),
+        "sizes": facts,
         "fleet": fleet,
     }
 

@@ -17,13 +17,13 @@ from prefixcache.cli.plan.text import settings_of
 from prefixcache.codecs.choice import as_codec
 from prefixcache.codecs.transform.codec import Calibrated, Transform
 from prefixcache.planning import advice
-from prefixcache.planning.advice import Link, Prices, Rates
+from prefixcache.planning.advice import Link, Prices, Rates, Served
 from prefixcache.planning.bound import Bound
 from prefixcache.planning.model import ModelState
 from prefixcache.planning.outcome import Cell, CellOutcome, Fleet, FleetOutcome
 from prefixcache.planning.sizes import StateSizes
 from prefixcache.planning.typical_basis import TypicalBasis
-from prefixcache.settings import ram_auto
+from prefixcache.settings import Settings, ram_auto
 from prefixcache.trace.reading import Trace, TraceSummary
 
 PROMPTS = (8_192, 32_768, 131_072)  # tokens
@@ -35,6 +35,7 @@ WEIGHT_BITS = 4.5  # of a weight quantised to 4 bits in groups of 64, scale and 
 TARGETS = (0.5, 0.75, 0.9, 0.95, 0.99)  # shares of what is possible for which the cheapest size is told
 RAM_SHARES = (256, 128, 64, 32, 16, 4, 1)  # parts of what is sufficient; small ones tell more, and cost less
 SSD_SHARES = (4, 1)
+HOT_SHARES = (8, 2)  # parts of the RAM that hot prompts are tried with, beside none and "auto"
 REMOTE_COUNTS = (
     "sent_images",
     "sent_bytes",
@@ -167,10 +168,27 @@ def ssd_ladder(most: int) -> list[int]:
     return [step_up(most) // share for share in SSD_SHARES]
 
 
-def grid(rams: Sequence[int], ssds: Sequence[int], policies: Sequence[str], admissions: Sequence[str]) -> list[Cell]:
+def grid(
+    rams: Sequence[int],
+    ssds: Sequence[int],
+    policies: Sequence[str],
+    admissions: Sequence[str],
+    hots: Sequence[int | str],
+) -> list[Cell]:
     """Return the cells of each with each. Without an SSD all admissions are one."""
-    cells = [Cell(*sizes) for sizes in product(rams, ssds, policies, admissions)]
+    each = product(rams, ssds, policies, admissions, hots)
+    cells = [Cell(ram, ssd, policy, admission, hot=hot) for ram, ssd, policy, admission, hot in each]
     return list(dict.fromkeys(c if c.ssd else c._replace(admission=admissions[0]) for c in cells))
+
+
+def hot_cells(cell: Cell, hots: Sequence[int | str]) -> list[Cell]:
+    """Return a size with each share of its RAM for hot prompts; with shares of our own where only one is given."""
+    shares = hots if len(hots) > 1 else (0, "auto", *(cell.ram // share for share in HOT_SHARES))
+    return sorted((cell._replace(hot=hot) for hot in dict.fromkeys((*shares, cell.hot))), key=_hot_bytes)
+
+
+def _hot_bytes(cell: Cell) -> int:
+    return Settings.model_construct(hot=cell.hot).hot_bytes(cell.ram)
 
 
 def capacities(cells: Sequence[Cell], bytes_per_token: float, block: int) -> list[int]:
@@ -213,15 +231,27 @@ def outcome_facts(
             "asked_tokens": endless.asked_tokens,
             "prefill_seconds": endless.asked_tokens / prefill,
             "prefill_seconds_saved": possible / prefill,
-            "ttft": _ttft(endless.asked, endless.hit, nothing, per_token, rates[0]),
+            "ttft": _ttft(Served(endless.asked, endless.hit, nothing, nothing), per_token, rates[0]),
         },
-        "without": {"ttft": _ttft(endless.asked, nothing, nothing, per_token, rates[0])},
+        "without": {"ttft": _ttft(Served(endless.asked, nothing, nothing, nothing), per_token, rates[0])},
         "reading_pays": [advice.reading_pays(per_token, of) for of in rates],
         "cells": cells,
         "front": front,
         "cheapest": targets if possible else [],
         "recommendation": recommendation,
+        "hot": None,
     }
+
+
+def hot_facts(outcomes: Sequence[CellOutcome], possible: int, sizes: StateSizes, assumed: Assumed) -> Facts:
+    """Return the facts of one size with several shares of its RAM for hot prompts, and which of them waits least on the
+    average, of those whose SSD lasts; of equals the smallest.
+    """
+    rates = [Rates(assumed.prefill_rate, ssd, assumed.decode_rate) for ssd in assumed.ssd_rates]
+    cells = [_cell(outcome, possible, sizes.bytes_per_token, assumed, rates) for outcome in outcomes]
+    lasting = [i for i, of in enumerate(cells) if of["tbw_years"] is None or of["tbw_years"] >= advice.LEAST_YEARS]
+    best = min(lasting or range(len(cells)), key=lambda i: cells[i]["ttft"][0]["mean"])
+    return {"cells": cells, "best": best}
 
 
 def _recommendation(
@@ -274,14 +304,16 @@ def _longest_bytes(sizes: StateSizes, longest: int) -> int:
 
 def _cell(o: CellOutcome, possible: int, per_token: float, assumed: Assumed, rates: list[Rates]) -> Facts:
     counts = o._asdict()
-    for name in ("cell", "asked", "hit", "read"):  # told by another name, or too long
+    for name in ("cell", "asked", "hit", "hot", "read"):  # told by another name, or too long
         del counts[name]
     worn = advice.wear(o.written_bytes, o.seconds, assumed.tbw)
     return {
         **_hit_facts(o.cell, o),
         "of_possible": min(o.hit_tokens / possible, 1.0) if possible else None,
         "prefill_seconds_saved": o.hit_tokens / assumed.prefill_rate,
-        "ttft": [_ttft(o.asked, o.hit, o.read, per_token, of) for of in rates],
+        "ttft": [_ttft(Served(o.asked, o.hit, o.hot, o.read), per_token, of) for of in rates],
+        "decode_seconds_saved": o.hot_tokens * per_token / assumed.decode_rate,
+        "hot_hits": o.hot_hits,
         "written_bytes_per_day": worn.bytes_per_day,
         "tbw_years": worn.years,
         **counts,
@@ -296,8 +328,11 @@ def _hit_facts(cell: Cell, o: CellOutcome | FleetOutcome) -> Facts:
         "ssd": cell.ssd,
         "policy": cell.policy,
         "ssd_admission": cell.admission,
+        "hot": cell.hot,
+        "hot_bytes": _hot_bytes(cell),
         "hit_rate": o.hit_rate,
         "ram_hit_rate": o.ram_tokens / asked,
+        "hot_hit_rate": o.hot_tokens / asked,
         "ssd_hit_rate": o.ssd_tokens / asked,
         "hit_tokens": o.hit_tokens,
     }
@@ -340,7 +375,8 @@ def _of_one(o: CellOutcome) -> FleetOutcome:
     remote: dict[str, Any] = dict.fromkeys(("remote_tokens", *REMOTE_COUNTS), 0)
     remote |= dict.fromkeys(("remote_read", "trips"), np.zeros_like(o.asked))
     alike: dict[str, Any] = {
-        n: getattr(o, n) for n in ("asked_tokens", "ram_tokens", "ssd_tokens", "asked", "hit", "read")
+        n: getattr(o, n)
+        for n in ("asked_tokens", "ram_tokens", "hot_tokens", "ssd_tokens", "asked", "hit", "hot", "read")
     }
     return FleetOutcome(fleet=Fleet(o.cell, 1, ""), requests=[o.requests], **alike, **remote)
 
@@ -355,23 +391,16 @@ def _fleet_row(o: FleetOutcome, per_token: float, link: Link, rates: list[Rates]
         "remote_admission": fleet.remote_admission,
         "remote_hit_rate": o.remote_tokens / max(o.asked_tokens, 1),
         "requests": o.requests,
-        "ttft": [_ttft(o.asked, o.hit, o.read, per_token, of, waiting) for of in rates],
+        "ttft": [_ttft(Served(o.asked, o.hit, o.hot, o.read), per_token, of, waiting) for of in rates],
         "sent_per_reused_token": o.sent_per_reused_token,
         "trips": int(o.trips.sum()),
         **{name: getattr(o, name) for name in REMOTE_COUNTS},
     }
 
 
-def _ttft(
-    asked: np.ndarray,
-    hit: np.ndarray,
-    read: np.ndarray,
-    per_token: float,
-    rates: Rates,
-    waiting: np.ndarray | float = 0.0,
-) -> Facts:
+def _ttft(served: Served, per_token: float, rates: Rates, waiting: np.ndarray | float = 0.0) -> Facts:
     """Return the times to first token. `waiting`: seconds of each request beside those of one machine alone."""
-    seconds = advice.times_to_first_token(asked, hit, read, per_token, rates) + waiting
+    seconds = advice.times_to_first_token(served, per_token, rates) + waiting
     latency = advice.percentiles(seconds)
     percentiles = latency._asdict() if latency is not None else dict.fromkeys(advice.Latency._fields)
     return {"ssd_rate": rates.ssd, **percentiles, "mean": float(seconds.mean()) if seconds.size else None}

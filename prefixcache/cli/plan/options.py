@@ -182,6 +182,7 @@ class TracePlan(NamedTuple):
     ssds: list[int]
     policies: list[str]
     admissions: list[str]
+    hots: list[int | str]
     fleet: FleetPlan | None
 
 
@@ -205,6 +206,10 @@ class TraceOptions:
     ssd_admission: Annotated[
         Values, typer.Option(metavar="NAMES", help=f"When an image is written to the SSD: {', '.join(ADMISSIONS)}.")
     ] = None
+    hot: Annotated[
+        Values,
+        typer.Option(metavar="SIZES", help="Of the RAM, for the state of hot prompts, such as 0,auto,4GB. Else auto."),
+    ] = None
 
     def missing_for_a_fleet(self) -> list[str]:
         needed = {
@@ -223,8 +228,17 @@ class TraceOptions:
             raise Refused("--ram 0: nothing could be kept; give it a size, such as 1GB")
         policies = _names("--policy", self.policy, POLICIES)
         admissions = _names("--ssd-admission", self.ssd_admission, ADMISSIONS)
+        hots: list[int | str] = [text if text == "auto" else parse_size(text, "--hot") for text in _listed(self.hot)]
         return TracePlan(
-            self.trace, self.block, self.first, rams, _sizes("--ssd", self.ssd), policies, admissions, fleet
+            self.trace,
+            self.block,
+            self.first,
+            rams,
+            _sizes("--ssd", self.ssd),
+            policies,
+            admissions,
+            hots or ["auto"],
+            fleet,
         )
 
 

@@ -12,10 +12,10 @@ from typing import Any
 
 from prefixcache.cli.output import INSTALL, LOOKS, MARK, can_draw, draw
 from prefixcache.cli.plan.text import (
-    DEFAULTS,
     advice_lines,
     chosen,
     front,
+    policies_of,
     sections,
     short,
     sizes_of,
@@ -110,13 +110,12 @@ def _prompts(axes: Any, facts: Facts) -> None:
 
 
 def _hits(axes: Any, facts: Facts) -> None:
-    def curve(cell: Facts) -> tuple[str, str, int]:
-        return cell["policy"], cell["ssd_admission"], cell["ssd"]
+    def curve(cell: Facts) -> tuple[list[str], int]:
+        return policies_of(cell), cell["ssd"]
 
     cells = sorted((c for c in facts["sizes"]["cells"] if c["ram"]), key=lambda c: (*curve(c), c["ram"]))
     curves = {}
-    for (policy, admission, ssd), group in groupby(cells, curve):
-        policies = [name for name in (policy, admission) if name not in DEFAULTS.values()]
+    for (policies, ssd), group in groupby(cells, curve):
         points = [(c["ram"], 100 * c["hit_rate"]) for c in group]
         curves[", ".join([f"{short(ssd)} SSD" if ssd else "no SSD", *policies])] = points
     _plot(axes, curves)

@@ -16,7 +16,8 @@ from prefixcache.cli.text import foreign, many, size
 
 CHOSEN = "*"  # beside the size that is recommended
 TURBOQUANT = "turboquant:4"  # what transform is compared with
-DEFAULTS = {"policy": "lru", "ssd_admission": "always"}  # left out where a size is named
+DEFAULTS = {"policy": "lru", "ssd_admission": "always", "hot": "auto"}  # left out where a size is named
+NOTABLE = 0.99  # of the mean time to first token: what another share for hot prompts must get below to be told
 YEAR = 365.25 * 86_400  # seconds
 REMEDIES = {  # of what a size can't be lived with for
     "wear": 'Less is written with ssd_admission="second" (compare it: --ssd-admission always,second), with less SSD or none, '
@@ -47,6 +48,7 @@ def sections(facts: Facts) -> list[Passage]:
         if chosen(facts):
             parts.append(Passage("What money buys", grids=[_front_grid(facts)]))
             parts.append(Passage("Waiting and wear", grids=[_waiting_grid(facts)]))
+            parts.append(Passage("RAM for hot prompts", grids=[_hot_grid(facts)]))
         parts.append(Passage("What this assumes", notes=_trace_notes(facts)))
     lines = [_model_line(facts), *_transform_lines(facts)]
     parts.append(Passage("What the model's state takes", lines, [_codec_grid(facts)]))
@@ -105,8 +107,13 @@ def years(value: float | None, written: float | None) -> str:
 def sizes_of(cell: Facts) -> str:
     """Name a size: "24 GB RAM + 120 GB SSD"; policies where they are not the defaults."""
     sizes = " + ".join(f"{short(cell[tier])} {tier.upper()}" for tier in ("ram", "ssd") if cell[tier])
-    policies = ", ".join(_policies(cell).values())
+    policies = ", ".join(policies_of(cell))
     return f"{sizes} ({policies})" if policies else sizes
+
+
+def policies_of(cell: Facts) -> list[str]:
+    """Name the policies of a size where they are not the defaults."""
+    return [f"hot {value}" if name == "hot" else value for name, value in _policies(cell).items()]
 
 
 def settings_of(cell: Facts) -> str:
@@ -116,7 +123,12 @@ def settings_of(cell: Facts) -> str:
 
 
 def _policies(cell: Facts) -> dict[str, str]:
-    return {name: cell[name] for name, default in DEFAULTS.items() if cell[name] != default}
+    return {name: _setting(cell[name]) for name, default in DEFAULTS.items() if cell[name] != default}
+
+
+def _setting(value: str | int) -> str:
+    """Write a word as it is, a size as settings have it."""
+    return value if isinstance(value, str) else short(value).replace(" ", "")
 
 
 def chosen(facts: Facts) -> Facts | None:
@@ -297,10 +309,27 @@ def _recommendation(facts: Facts) -> list[str]:
     if written := cell["written_bytes_per_day"]:
         lasts = years(cell["tbw_years"], written)
         lines.append(f"{size(round(written))} written a day: {short(assumed['tbw'])} last {lasts} years.")
+    lines.append(_hot_line(sizes["hot"], cell))
     if beyond := best["beyond"]:
         lines.append(f"Not advised: {beyond['says']}, but {_against(facts, beyond)}.")
     reasons = {*best["obstacles"], *(beyond["obstacles"] if beyond else [])}
     return lines + [remedy for reason, remedy in REMEDIES.items() if reason in reasons]
+
+
+def _hot_line(hot: Facts, cell: Facts) -> str:
+    """Return what hot prompts give at the advised size, and which share of the RAM is worth more, if one is."""
+    best = hot["cells"][hot["best"]]
+    line = (
+        f'hot="{_setting(cell["hot"])}" ({short(cell["hot_bytes"])} of the RAM): {percent(cell["hot_hit_rate"])} of the '
+        f"tokens have nothing to decode, which saves {duration(cell['decode_seconds_saved'])}."
+    )
+    before, after = cell["ttft"][0]["mean"], best["ttft"][0]["mean"]
+    if after < NOTABLE * before:
+        line += (
+            f' hot="{_setting(best["hot"])}" ({short(best["hot_bytes"])}) waits less: the mean time to first token is '
+            f"{duration(after)} instead of {duration(before)}."
+        )
+    return line
 
 
 def _against(facts: Facts, advised: Facts) -> str:
@@ -321,17 +350,18 @@ def _hit_grids(facts: Facts) -> list[Grid]:
     """Return hit rates, RAM downwards and SSD to the right: one grid for each policy and admission."""
     cells, best = facts["sizes"]["cells"], chosen(facts)
     rams, ssds = (sorted({cell[tier] for cell in cells}) for tier in ("ram", "ssd"))
-    pairs = dict.fromkeys((c["policy"], c["ssd_admission"]) for c in cells if c["ssd"] or len(ssds) == 1)
+    kinds = dict.fromkeys((c["policy"], c["ssd_admission"], c["hot"]) for c in cells if c["ssd"] or len(ssds) == 1)
     grids = []
-    for policy, admission in pairs:
+    for policy, admission, hot in kinds:
         rates = {
             (c["ram"], c["ssd"]): f"{100 * c['hit_rate']:.1f}" + (CHOSEN if c is best else "")
             for c in cells
-            if c["policy"] == policy and (c["ssd_admission"] == admission or not c["ssd"])
+            if (c["policy"], c["hot"]) == (policy, hot) and (c["ssd_admission"] == admission or not c["ssd"])
         }
         rows = [[short(ram), *(rates.get((ram, ssd), NONE) for ssd in ssds)] for ram in rams]
         columns = (f"{short(ssd)}\nSSD" if ssd else "no\nSSD" for ssd in ssds)
-        grids.append(Grid([f"hit rate, % of tokens\n{policy}, {admission}", *columns], rows))
+        named = ", ".join([policy, admission, *([f"hot {_setting(hot)}"] if hot != DEFAULTS["hot"] else [])])
+        grids.append(Grid([f"hit rate, % of tokens\n{named}", *columns], rows))
     return grids
 
 
@@ -361,6 +391,23 @@ def _waiting_grid(facts: Facts) -> Grid:
             name, wear = "", ["", ""]
     headings = ["time to\nfirst token", "SSD\nreads", "p50", "p90", "p99", "written\na day", f"{tbw} last,\nyears"]
     return Grid(headings, rows)
+
+
+def _hot_grid(facts: Facts) -> Grid:
+    """Return what hot prompts give at the advised size, by their share of its RAM."""
+    rows = []
+    for cell in facts["sizes"]["hot"]["cells"]:
+        name = _setting(cell["hot"]) + (f" {CHOSEN}" if cell["hot"] == (chosen(facts) or {})["hot"] else "")
+        given = [
+            short(cell["hot_bytes"]),
+            f"{cell['hot_hits']:,}",
+            *(percent(cell[n]) for n in ("hot_hit_rate", "hit_rate")),
+        ]
+        ttft, written = cell["ttft"][0], cell["written_bytes_per_day"]
+        times = [duration(seconds) for seconds in (cell["decode_seconds_saved"], ttft["mean"], ttft["p50"])]
+        rows.append([name, *given, *times, NONE if written is None else size(round(written))])
+    headings = ["hot", "of the\nRAM", "hot\nhits", "hot\ntokens", "hit\nrate", "decoding\nsaved"]
+    return Grid([*headings, "mean time to\nfirst token", "p50", "written\na day"], rows)
 
 
 def _percentiles(ttft: Facts) -> list[str]:
