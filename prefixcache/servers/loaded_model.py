@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shlex
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,17 @@ from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import make_prompt_cache
 
 from prefixcache.cache import PrefixCache
+from prefixcache.codecs.interchange import on_cpu
 from prefixcache.codecs.transform.bases import Bases
 from prefixcache.codecs.transform.codec import Calibrated, Transform
 from prefixcache.layers.form import CacheForm
 from prefixcache.settings import BASIS_DIR
 
 log = logging.getLogger("prefixcache")
+
+WARM_TOKENS = 300  # a whole block, whose rows are coded, and an incomplete one
+WARM_RAM = "4GB"
+SAID_SECONDS = 3.0
 
 
 def form_of(
@@ -42,6 +48,27 @@ def form_of(
         forms.append(list(layers))
         maybe_quantize_kv_cache(forms[1], 0, kv_group_size, kv_bits)
     return CacheForm.of_kept(*forms)
+
+
+def compile_kernels(cache: PrefixCache, model: Any, name: str) -> None:
+    """Store and fetch a prompt of a loaded model, the weights of which have this name, in a cache of its own, so that a GPU's
+    kernels are compiled. On CUDA that takes up to a minute where it was never done. Runs on the thread that generates.
+    """
+    if on_cpu():
+        return
+    began, tokens = time.monotonic(), [0] * WARM_TOKENS
+    try:
+        with PrefixCache(
+            ram=WARM_RAM, ssd_dir=None, hot=0, codec=cache.codec, basis_dir=cache.settings.basis_dir
+        ) as own:
+            layers = make_prompt_cache(model)
+            model(mx.array([tokens]), cache=layers)
+            own.store(tokens, layers, model=name, write_back_from=0)
+            own.fetch(tokens, model=name, leave=0)
+    except Exception as error:  # a model that takes more than tokens: its first request compiles them
+        log.debug("kernels are not compiled yet: %s: %s", type(error).__name__, error)
+    if (seconds := time.monotonic() - began) > SAID_SECONDS:
+        log.info("kernels are ready (%.0f s)", seconds)
 
 
 def calibration_of(cache: PrefixCache, name: str, model: str, adapter: str | None = None) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -125,21 +126,37 @@ def measure_levels(rows: mx.array, centred: bool, firsts: Sequence[int]) -> Lazy
 
 def for_both(levels: LazyLevels, form: Form) -> tuple[mx.array, mx.array]:
     """Return what `for_encoding` and `for_decoding` give, of levels that were measured on the GPU and are there. Lazy."""
-    weights = mx.take(_in_gpu_memory(np.float32(1) / DIVISORS), levels.steps.astype(mx.uint32))
+    weights = mx.take(_constants().weights, levels.steps.astype(mx.uint32))
     return mx.stack([levels.mean.astype(mx.float32), weights]), for_decoding_lazily(levels, form)
 
 
 def for_decoding_lazily(levels: LazyLevels, form: Form) -> mx.array:
     """Return what `for_decoding` gives, of an image's numbers that are on the GPU. Lazy."""
-    spread = mx.array(form.spread(None)) * mx.take(_divisors(), levels.steps.astype(mx.uint32))
+    spread = _gain(form) * mx.take(_constants().divisors, levels.steps.astype(mx.uint32))
     return mx.stack([levels.mean.astype(mx.float32), spread])
 
 
+class Constants(NamedTuple):
+    """By number of steps: what levelled rows are divided and multiplied by, float32, on the GPU."""
+
+    divisors: mx.array
+    weights: mx.array
+
+
 @lru_cache(maxsize=1)
-def _divisors() -> mx.array:
-    divisors = _in_gpu_memory(DIVISORS)
-    mx.eval(divisors)
-    return divisors
+def _constants() -> Constants:
+    """Return what is made once: each copy to the GPU takes as long as encoding a chunk."""
+    constants = Constants(_in_gpu_memory(DIVISORS), _in_gpu_memory(np.float32(1) / DIVISORS))
+    mx.eval(constants)
+    return constants
+
+
+@lru_cache(maxsize=64)
+def _gain(form: Form) -> mx.array:
+    """Return float32 (1, width): what a decoder multiplies unlevelled rows by."""
+    gain = mx.array(form.spread(None))
+    mx.eval(gain)
+    return gain
 
 
 def _in_gpu_memory(array: Array) -> mx.array:

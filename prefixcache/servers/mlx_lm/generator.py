@@ -26,7 +26,7 @@ from prefixcache.byte_sizes import size
 from prefixcache.cache import PrefixCache, usable_memory
 from prefixcache.keys import as_tokens
 from prefixcache.servers.in_flight import Admission, Awaited, Computing
-from prefixcache.servers.loaded_model import calibration_of
+from prefixcache.servers.loaded_model import calibration_of, compile_kernels
 from prefixcache.servers.mlx_lm.answers import Answers, Ended
 from prefixcache.servers.mlx_lm.context import room_for
 from prefixcache.servers.mlx_lm.errors import RankFailed, may_be_the_hits
@@ -209,6 +209,8 @@ class Generator:
             f"model {model_key[0]}: {name}, {size(weights)} of weights; "
             f"RAM budget {size(stats.ram_limit)} (ram={stats.ram_setting})" + f"; {calibration}" * bool(calibration)
         )
+        if cache.ranks is None:
+            compile_kernels(cache, self.model_provider.model, name)
         if self.ready.is_set():
             log.info("%s", self.model)
 

@@ -49,6 +49,14 @@ class ChunkBehind(NamedTuple):
     stored: Future[Stored]
     state: bool
 
+    def has(self, prompt: Prompt) -> bool:
+        """Tell whether it stores all that there is of these tokens."""
+        return self.state and (self.prompt.model, self.prompt.salt, self.prompt.token_bytes) == (
+            prompt.model,
+            prompt.salt,
+            prompt.token_bytes,
+        )
+
 
 class TenantPromptCache(TieredPromptCache):
     """The prompt cache of one server. Who waits for a prompt is told when it is stored."""
@@ -89,6 +97,8 @@ class TenantPromptCache(TieredPromptCache):
         if request is None or not len(request.prompt):
             return
         stored = self._seen(request, tokens)
+        if cache_type != "assistant" and any(chunk.has(stored) for chunk in self._behind):
+            return  # before the first token, which is not to wait for it
         self._hear_of_chunks(all_of_them=True)
         is_answered = cache_type == "assistant" and self.cache.settings.hot != 0
         kept = super().insert_cache(
