@@ -52,8 +52,15 @@ from prefixcache.ssd.awaited import AwaitedDisk, why_absent
 from prefixcache.ssd.directory import rank_folder, refusal
 from prefixcache.store_fetch_remove.agreed import depths_of_all, taken_by_all
 from prefixcache.store_fetch_remove.behind import StoresBehind
-from prefixcache.store_fetch_remove.fetch import PinnedPrompt, discard_damaged, discard_hit, fill_read_ahead, find
-from prefixcache.store_fetch_remove.hot import forget_deleted, hot_hit, keep_hot
+from prefixcache.store_fetch_remove.fetch import (
+    FetchedPrompt,
+    PinnedPrompt,
+    discard_damaged,
+    discard_hit,
+    fill_read_ahead,
+    find,
+)
+from prefixcache.store_fetch_remove.hot import forget_deleted, hot_beginning, hot_hit, keep_hot
 from prefixcache.store_fetch_remove.image_maker import LiveMaker
 from prefixcache.store_fetch_remove.namespaces import Namespaces
 from prefixcache.store_fetch_remove.numbers import check_leave, number, seconds
@@ -473,18 +480,18 @@ class PrefixCache:
                 log.warning("a promotion failed, so this rank has what RAM has: %s: %s", type(error).__name__, error)
         began = time.monotonic()
 
-        def decode(leave: int) -> tuple[list[Any] | None, int]:
+        def decode(leave: int) -> tuple[FetchedPrompt | None, int]:
             return self._decode(prompt, leave, room, read_ahead)
 
         if self.ranks is not None:
-            made, depth = taken_by_all(self.ranks, prompt, leave, decode)
+            fetched, depth = taken_by_all(self.ranks, prompt, leave, decode)
         else:
-            made, depth = decode(self._worth(prompt, leave))
+            fetched, depth = decode(self._worth(prompt, leave))
         prompt.given_rows.tokens = depth
-        self._count(prompt, depth)
-        duration = durations.fetch_hit if made is not None else durations.fetch_miss
+        self._count(prompt, depth, 0 if fetched is None else fetched.hot)
+        duration = durations.fetch_hit if fetched is not None else durations.fetch_miss
         duration.observe(time.monotonic() - began)
-        return made, prompt.given[depth : len(prompt)] if made is not None else prompt.given
+        return (None, prompt.given) if fetched is None else (fetched.layers, prompt.given[depth : len(prompt)])
 
     @property
     def declines_slow_hits(self) -> bool:
@@ -517,25 +524,30 @@ class PrefixCache:
 
     def _decode(
         self, prompt: Prompt, leave: int, room: int | None, read_ahead: ReadAhead | None
-    ) -> tuple[list[Any] | None, int]:
-        """Return the deepest prompt cache that RAM has, and its tokens; (None, 0) on a miss."""
+    ) -> tuple[FetchedPrompt | None, int]:
+        """Return the deepest prompt cache that hot prompts and RAM have, and its tokens; (None, 0) on a miss."""
         self._check_open()
         if (hot := hot_hit(self._storage, prompt, leave)) is not None:
-            return hot.state.layers(hot.depth), hot.depth
+            return FetchedPrompt(hot.state.layers(hot.depth), hot.depth), hot.depth
         hit = self._find(prompt, leave)
         while hit is not None:
-            stored, pinned = hit
+            stored, namespace, pinned = hit
             try:
+                if read_ahead is not None and read_ahead.is_of(stored.plan, stored.tokens):
+                    beginning = read_ahead.beginning
+                else:
+                    read_ahead, beginning = None, hot_beginning(self._storage, prompt, namespace, stored.tokens)
                 spare = len(prompt) - stored.tokens if room is None else room
                 began = time.monotonic()
-                made = stored.dequantize(spare, read_ahead)
+                made = stored.dequantize(spare, read_ahead, beginning)
+                copied = beginning.tokens if beginning is not None else 0
                 if read_ahead is None:
-                    self.rates.learn_fetch(prompt.model, stored.tokens, time.monotonic() - began)
+                    self.rates.learn_fetch(prompt.model, stored.tokens - copied, time.monotonic() - began)
             except DamagedBlock as damage:
                 discard_damaged(self._storage, prompt, stored, damage)
                 read_ahead = None
             else:
-                return made, stored.tokens
+                return FetchedPrompt(made, copied), stored.tokens
             finally:
                 self._storage.unpin(pinned)
             hit = find(self._storage, prompt, leave)
@@ -575,14 +587,14 @@ class PrefixCache:
                 self._storage.spilling.flush_recency()
         return find(self._storage, prompt, leave)
 
-    def _count(self, prompt: Prompt, depth: int) -> None:
-        """A request was given so many tokens: once, however often RAM was asked for them."""
+    def _count(self, prompt: Prompt, depth: int, hot: int = 0) -> None:
+        """A request was given so many tokens, of which so many were hot: once, however often RAM was asked for them."""
         if self._closed:
             return
         if self._recorder is not None:
             self._recorder.fetch(self._namespaces.recorded_root(prompt.model, prompt.salt), prompt.token_bytes)
         with self._storage.lock:
-            count_hit(self._storage, prompt, depth)
+            count_hit(self._storage, prompt, depth, hot)
             other = prompt.left_alone(depth)
             self._storage.counters.of_other_form += bool(other)
             said = (prompt.model, other) in self._said

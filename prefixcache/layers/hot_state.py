@@ -1,6 +1,7 @@
 """The decoded state of a hot prompt: a prompt cache's own arrays, which MLX never changes in place once others hold them.
 
-A hit gets new layer objects that share these arrays; appending to them copies. Runs on the caller's thread and stream.
+A hit gets new layer objects that share these arrays; appending to them copies. One that goes on with images copies them
+into larger buffers. Runs on the caller's thread and stream.
 """
 
 from __future__ import annotations
@@ -10,8 +11,11 @@ from typing import Any
 
 import mlx.core as mx
 
+from prefixcache.codecs.interchange import borrow, on_cpu
+from prefixcache.codecs.pieces import Piece
 from prefixcache.layers.adapters import CacheError, adapter_of, blank, class_path
-from prefixcache.layers.image_layout import is_list, live_arrays
+from prefixcache.layers.decoded_beginning import DecodedBeginning
+from prefixcache.layers.image_layout import Plan, is_list, live_arrays, read
 
 PLAIN = (bool, int, float, str, type(None))
 
@@ -39,6 +43,18 @@ class HotState:
         layers = [_shared(layer, tokens, lambda array: array) for layer in self._layers]
         mx.eval(live_arrays(layers))
         return layers
+
+    def beginning(self, plan: Plan, tokens: int) -> DecodedBeginning:
+        """Return the rows of the first `tokens` tokens, for other buffers; the layers are sliceable, and those of `plan`."""
+        pieces = {}
+        for number, leaf in enumerate(read(self._layers).leaves):
+            for stream, array in leaf.arrays.items():
+                codec = plan.tails.groups[plan.tail_places[number][stream][0]].codec
+                if on_cpu():
+                    pieces[number, stream] = Piece(codec, (borrow(array)[0, :, :tokens].swapaxes(0, 1),), 0)
+                else:
+                    pieces[number, stream] = Piece(codec, (), 0, rows=array[0, :, :tokens])
+        return DecodedBeginning(tokens, pieces)
 
 
 def nbytes_of(prompt_cache: Sequence[Any], tokens: int) -> int:

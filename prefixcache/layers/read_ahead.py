@@ -14,6 +14,7 @@ from prefixcache.codecs.interchange import element, on_cpu, writable
 from prefixcache.image_format import Image
 from prefixcache.layers.adapters import adapter_of
 from prefixcache.layers.classes import find_class
+from prefixcache.layers.decoded_beginning import DecodedBeginning, RowsBehind
 from prefixcache.layers.image_layout import Plan
 from prefixcache.layers.stored_rows import Block, StoredRows
 
@@ -22,12 +23,12 @@ class ReadAhead:
     """The buffers of a prompt cache of `tokens` tokens with room for `room` more, filled block by block.
 
     Of the thread that made it: its arrays are MLX's. An image's rows stay where they were put, so that `StoredRows` of the
-    very same images need none of them decoded again.
+    very same images need none of them decoded again. `beginning`: rows that are decoded already; they are copied.
     """
 
-    def __init__(self, plan: Plan, tokens: int, room: int):
-        self.tokens, self.room = tokens, room
-        self._plan = plan
+    def __init__(self, plan: Plan, tokens: int, room: int, beginning: DecodedBeginning | None = None):
+        self.beginning = beginning
+        self._plan, self._tokens = plan, tokens
         self._blocks: dict[int, Image] = {}
         self._arrays: dict[tuple[int, str], mx.array] = {}
         self._rows: dict[tuple[int, str], np.ndarray] = {}
@@ -37,6 +38,8 @@ class ReadAhead:
                 codec = plan.tails.groups[t].codec
                 array, rows = writable((1, member.heads, max(capacity, tokens), codec.width), codec.dtype)
                 self._arrays[leaf, stream], self._rows[leaf, stream] = array, rows[0]
+        if beginning is not None:
+            self._fill(RowsBehind(plan, tokens, (), beginning))
 
     @staticmethod
     def serves(plan: Plan) -> bool:
@@ -44,22 +47,17 @@ class ReadAhead:
 
     def add(self, start: int, image: Image) -> None:
         """Decode the rows of the block that begins at this token."""
-        block = StoredRows(self._plan, self.tokens, [Block(start, image)])
-        batches: dict[RowCodec, list[Decoding]] = {}
-        for (leaf, stream), rows in self._rows.items():
-            for piece in block.pieces(leaf, stream):
-                into = rows[:, piece.at : piece.end]
-                batches.setdefault(piece.codec, []).append(piece.decoding(into))
-        for codec, batch in batches.items():
-            codec.decode_all(batch)
+        self._fill(StoredRows(self._plan, self._tokens, [Block(start, image)]))
         self._blocks[start] = image
 
-    def take(self, stored: StoredRows) -> dict[tuple[int, str], mx.array] | None:
-        """Give the caller the buffers of each leaf and stream, (1, heads, capacity, width), with all of these rows; None
-        where they aren't as many as was thought. This is of no more use then.
+    def is_of(self, plan: Plan, tokens: int) -> bool:
+        """Tell whether these are the layers and as many tokens as was thought."""
+        return plan is self._plan and tokens == self._tokens
+
+    def take(self, stored: StoredRows) -> dict[tuple[int, str], mx.array]:
+        """Give the caller the buffers of each leaf and stream, (1, heads, capacity, width), with all of these rows, which
+        this `is_of`, with its `beginning`. This is of no more use then.
         """
-        if stored.tokens != self.tokens or stored.plan is not self._plan:
-            return None
         for block in stored.blocks:
             if self._blocks.get(block.start) is not block.rows:
                 self.add(block.start, block.rows)
@@ -69,3 +67,12 @@ class ReadAhead:
             (leaf, stream): array.view(element(plan.tails.groups[plan.tail_places[leaf][stream][0]].codec.dtype).mlx)
             for (leaf, stream), array in self._arrays.items()
         }
+
+    def _fill(self, stored: StoredRows) -> None:
+        batches: dict[RowCodec, list[Decoding]] = {}
+        for (leaf, stream), rows in self._rows.items():
+            for piece in stored.pieces(leaf, stream):
+                into = rows[:, piece.at : piece.end]
+                batches.setdefault(piece.codec, []).append(piece.decoding(into))
+        for codec, batch in batches.items():
+            codec.decode_all(batch)

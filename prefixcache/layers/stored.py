@@ -14,6 +14,7 @@ import mlx.core as mx
 from prefixcache.blocks.masks import mask_of
 from prefixcache.image_format import Image
 from prefixcache.layers.adapters import Layout
+from prefixcache.layers.decoded_beginning import DecodedBeginning, RowsBehind
 from prefixcache.layers.image_layout import Plan, live_arrays
 from prefixcache.layers.read_ahead import ReadAhead
 from prefixcache.layers.restore import Restorer
@@ -62,13 +63,18 @@ class StoredPrompt:
         self.tokens -= n
         return n
 
-    def dequantize(self, room: int = 0, read_ahead: ReadAhead | None = None) -> list[Any]:
+    def dequantize(
+        self, room: int = 0, read_ahead: ReadAhead | None = None, beginning: DecodedBeginning | None = None
+    ) -> list[Any]:
         """Make a live prompt cache of the classes that were stored, with room for `room` more tokens before it must grow.
 
-        What is decoded already is taken from `read_ahead`. DamagedBlock for a file that somebody forged: a `fetch` deletes
-        it.
+        What is decoded already is taken from `read_ahead`, which is of these tokens and has its `beginning`, or copied from a
+        `beginning`. DamagedBlock for a file that somebody forged: a `fetch` deletes it.
         """
-        rows = StoredRows(self.plan, self.tokens, self.blocks)
+        if beginning is None:
+            rows = StoredRows(self.plan, self.tokens, self.blocks)
+        else:
+            rows = RowsBehind(self.plan, self.tokens, self.blocks, beginning)
         decoded = read_ahead.take(rows) if read_ahead is not None else None
         return _evaluated(Restorer(rows, self.snapshot, room, decoded=decoded).layers(range(len(self.plan.layers))))
 

@@ -85,7 +85,7 @@ EVENTS = (  # since the cache was opened, of `Counters`
         {"ram": "ram_hit_tokens", "ssd": "ssd_hit_tokens", "remote": "remote_hit_tokens"},
         "tier",
     ),
-    Series("hot_hit_tokens", "Tokens of hits that had nothing to decode (setting hot).", "hot_hit_tokens"),
+    Series("hot_hit_tokens", "Tokens of hits that were there decoded (setting hot).", "hot_hit_tokens"),
     Series(
         "other_form_fetches",
         "Prompts of which something was stored as a prompt cache of another form than the caller "

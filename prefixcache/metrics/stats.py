@@ -79,7 +79,7 @@ class Counters:
     asked_tokens: int = 0  # tokens that fetches asked for: the denominator of a hit rate
     hit_tokens: int = 0  # of them, tokens that fetches gave from RAM
     ram_hit_tokens: int = 0  # of those, tokens that RAM had by itself
-    hot_hit_tokens: int = 0  # tokens of hits whose state was there decoded; they count as RAM's, too
+    hot_hit_tokens: int = 0  # tokens of hits that were there decoded; they count as RAM's, too
     ssd_hit_tokens: int = 0  # and tokens that a promotion had brought and no hit had used since
     remote_hit_tokens: int = 0  # and of tokens that the remote tier had brought
     remote_promoted_images: int = 0  # images that came from the remote tier

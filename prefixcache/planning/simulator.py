@@ -35,7 +35,7 @@ from prefixcache.planning.simulated_ssd import SimulatedImage, SimulatedSsd
 from prefixcache.planning.sizes import StateSizes
 from prefixcache.settings import Settings
 from prefixcache.ssd.entries import NamespaceRow
-from prefixcache.store_fetch_remove.hot import add_hot, hot_hit, tokens_to_keep
+from prefixcache.store_fetch_remove.hot import add_hot, hot_blocks, hot_hit, tokens_to_keep
 from prefixcache.store_fetch_remove.jobs import ImageJob
 from prefixcache.store_fetch_remove.namespaces import reserve_basis
 from prefixcache.store_fetch_remove.store import StoreCall
@@ -237,7 +237,9 @@ class Simulation:
         self.promote(prompt)
         hot, hit = hot_hit(self.storage, prompt, leave), take_hit(self.storage, prompt, leave)
         depth = max(hot.depth if hot is not None else 0, hit.depth if hit is not None else 0)
-        count_hit(self.storage, prompt, depth)
+        if hot is None and hit is not None:
+            hot = hot_blocks(self.storage, prompt, hit.namespace, depth)
+        count_hit(self.storage, prompt, depth, hot.depth if hot is not None else 0)
         prompt.given_rows.tokens = depth
         if hit is not None:
             self.used(hit)

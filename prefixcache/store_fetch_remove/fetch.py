@@ -5,27 +5,38 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from concurrent.futures import Future
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from prefixcache.blocks.lookup import hit_depth, windows_read
 from prefixcache.blocks.masks import mask_of
 from prefixcache.blocks.node import RAM, Node, Slot
 from prefixcache.image_format import SNAPSHOT, Image
+from prefixcache.keys import BLOCK
 from prefixcache.layers.joined import DamagedBlock
 from prefixcache.layers.read_ahead import ReadAhead
 from prefixcache.layers.stored import StoredPrompt
 from prefixcache.layers.stored_rows import Block, WindowImage
+from prefixcache.store_fetch_remove.hot import hot_beginning, hot_hit
 from prefixcache.tiers.prompt import Prompt, take_hit
+from prefixcache.tiers.state import Namespace
 from prefixcache.tiers.storage import Storage
 
 log = logging.getLogger("prefixcache")
 
 
 class PinnedPrompt(NamedTuple):
-    """What RAM has of a prompt, still encoded, and the slots that are pinned for it."""
+    """What RAM has of a prompt, still encoded, in which namespace, and the slots that are pinned for it."""
 
     stored: StoredPrompt
+    namespace: Namespace
     slots: list[Slot]
+
+
+class FetchedPrompt(NamedTuple):
+    """A live prompt cache that a fetch gives. The state of its first `hot` tokens was hot."""
+
+    layers: list[Any]
+    hot: int
 
 
 def find(storage: Storage, prompt: Prompt, leave: int) -> PinnedPrompt | None:
@@ -49,7 +60,7 @@ def find(storage: Storage, prompt: Prompt, leave: int) -> PinnedPrompt | None:
         ]
         state: Image | None = next((slot.image for slot in pinned if slot.kind == SNAPSHOT), None)
     try:
-        return PinnedPrompt(StoredPrompt(namespace.plan, depth, blocks, state), pinned)
+        return PinnedPrompt(StoredPrompt(namespace.plan, depth, blocks, state), namespace, pinned)
     except BaseException:
         storage.unpin(pinned)
         raise
@@ -58,16 +69,19 @@ def find(storage: Storage, prompt: Prompt, leave: int) -> PinnedPrompt | None:
 def fill_read_ahead(
     storage: Storage, coming: Future[int], prompt: Prompt, leave: int, room: int | None
 ) -> ReadAhead | None:
-    """Decode block by block what a promotion brings, and return the buffers, or None where that can't help. What will be hit
-    is a guess until all of it is there.
+    """Decode block by block what a promotion brings behind what is hot, and return the buffers, or None where that can't
+    help. What will be hit is a guess until all of it is there.
     """
     with storage.lock:
         deepest = prompt.deepest(storage.graph.last, leave)
     if deepest is None or deepest.depth <= 0 or not ReadAhead.serves(deepest.namespace.plan):
         return None
     depth, namespace, walk = deepest
-    read_ahead = ReadAhead(namespace.plan, depth, len(prompt) - depth if room is None else room)
-    for node in walk.nodes:
+    if (hot := hot_hit(storage, prompt, leave)) is not None and hot.depth >= depth:
+        return None
+    beginning = hot_beginning(storage, prompt, namespace, depth)
+    read_ahead = ReadAhead(namespace.plan, depth, len(prompt) - depth if room is None else room, beginning)
+    for node in walk.nodes[beginning.tokens // BLOCK if beginning is not None else 0 :]:
         if node.start >= depth or (image := _arrived(storage, node, coming)) is None:
             break
         try:

@@ -1,4 +1,4 @@
-"""Which hot prompt a request hits, and which prompts become hot: see `tiers.hot`. The planner asks in the same way."""
+"""Which hot prompt a request hits or begins with, and which become hot: see `tiers.hot`. The planner asks in the same way."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from prefixcache.blocks.lookup import hit_depth
 from prefixcache.blocks.node import RAM
 from prefixcache.keys import BLOCK, common_prefix
 from prefixcache.layers.adapters import CacheError
+from prefixcache.layers.decoded_beginning import DecodedBeginning
 from prefixcache.layers.hot_state import HotState, nbytes_of
 from prefixcache.layers.image_layout import read
 from prefixcache.store_fetch_remove.namespaces import Namespaces
@@ -76,27 +77,46 @@ def add_hot(
 def hot_hit(storage: Storage, prompt: Prompt, leave: int) -> HotHit | None:
     """Return the deepest hot prompt, where images in RAM don't reach deeper: at a boundary that images can be hit at."""
     with storage.lock:
-        hot, depth = deepest_hot(storage, prompt, leave)
-        if hot is None:
+        if not len(storage.hot):
             return None
         in_ram = prompt.deepest(RAM, leave)
-        if in_ram is not None and in_ram.depth > depth:
+        hot, depth = deepest_hot(storage, prompt, leave, in_ram.depth if in_ram is not None else 0)
+        if hot is None:
             return None
         storage.hot.touch(hot)
-        storage.counters.hot_hit_tokens += depth
         return HotHit(hot.state, depth)
 
 
-def deepest_hot(storage: Storage, prompt: Prompt, leave: int) -> tuple[HotPrompt | None, int]:
-    """Return the hot prompt that gives most of the tokens but the last `leave`, and how many; (None, 0) where none gives any.
-    Called under the storage's lock.
+def hot_blocks(storage: Storage, prompt: Prompt, namespace: Namespace, depth: int) -> HotHit | None:
+    """Return the hot prompt that has most of the whole blocks of a hit of `depth` tokens in layers that keep every token."""
+    with storage.lock:
+        best, tokens, ids = None, 0, _ids(prompt, depth - depth % BLOCK)
+        for hot in storage.hot.of(namespace.row.root):
+            if hot.state.is_sliceable and (shared := _shared(hot, ids, tokens + BLOCK)):
+                best, tokens = hot, shared - shared % BLOCK
+        if best is None:
+            return None
+        storage.hot.touch(best)
+        return HotHit(best.state, tokens)
+
+
+def hot_beginning(storage: Storage, prompt: Prompt, namespace: Namespace, depth: int) -> DecodedBeginning | None:
+    """Return the rows of `hot_blocks`, from which a hit of `depth` tokens goes on with images, or None."""
+    hot = hot_blocks(storage, prompt, namespace, depth)
+    return hot.state.beginning(namespace.plan, hot.depth) if hot is not None else None
+
+
+def deepest_hot(storage: Storage, prompt: Prompt, leave: int, least: int = 0) -> tuple[HotPrompt | None, int]:
+    """Return the hot prompt that gives most of the tokens but the last `leave`, and how many; (None, 0) where none gives any,
+    or as many as `least`. Called under the storage's lock.
     """
-    best, deepest = None, 0
+    best, deepest, wanted = None, 0, max(least, 1)
+    ids = _ids(prompt, len(prompt) - leave)
     for namespace in prompt.namespaces() if len(storage.hot) else ():
         for hot in storage.hot.of(namespace.row.root):
-            depth = _depth(storage, prompt, namespace, hot, max(len(prompt) - leave, 0))
-            if depth > deepest:
-                best, deepest = hot, depth
+            shared = _shared(hot, ids, wanted)
+            if shared and (depth := _depth(storage, prompt, namespace, hot, shared)) >= wanted:
+                best, deepest, wanted = hot, depth, depth + 1
     return best, deepest
 
 
@@ -114,12 +134,27 @@ def _stored(storage: Storage, namespace: Namespace, hot: HotPrompt) -> int:
     return hit_depth(walk, storage.graph.last, len(hot.ids))
 
 
-def _depth(storage: Storage, prompt: Prompt, namespace: Namespace, hot: HotPrompt, limit: int) -> int:
-    """Return how much of a prompt a hot one gives. Rows of its whole blocks are decoded: a hit doesn't end among them."""
-    common = min(common_prefix(hot.ids, np.frombuffer(prompt.token_bytes, "<i8")), limit)
-    if common < len(hot.ids) and not hot.state.is_sliceable:
+def _ids(prompt: Prompt, count: int) -> np.ndarray:
+    return np.frombuffer(prompt.token_bytes, "<i8")[: max(count, 0)]
+
+
+def _shared(hot: HotPrompt, ids: np.ndarray, wanted: int) -> int:
+    """Return how many leading tokens a hot prompt has of these, 0 where they are less than `wanted`. Most prompts that differ
+    do so in the last of those, too.
+    """
+    if wanted > min(len(hot.ids), len(ids)) or hot.ids[wanted - 1] != ids[wanted - 1]:
         return 0
-    if common < len(hot.ids) // BLOCK * BLOCK and not namespace.plan.lossless:
-        common -= common % BLOCK
-    depth = prompt.boundary(namespace, prompt.walk(namespace), storage.graph.last, common)
+    shared = common_prefix(hot.ids, ids)
+    return shared if shared >= wanted else 0
+
+
+def _depth(storage: Storage, prompt: Prompt, namespace: Namespace, hot: HotPrompt, shared: int) -> int:
+    """Return how much a hot prompt gives of one with which it shares so many tokens. Rows of its whole blocks are decoded: a
+    hit doesn't end among them.
+    """
+    if shared < len(hot.ids) and not hot.state.is_sliceable:
+        return 0
+    if shared < len(hot.ids) // BLOCK * BLOCK and not namespace.plan.lossless:
+        shared -= shared % BLOCK
+    depth = prompt.boundary(namespace, prompt.walk(namespace), storage.graph.last, shared)
     return depth if hot.state.is_sliceable or depth == len(hot.ids) else 0

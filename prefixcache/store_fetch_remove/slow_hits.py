@@ -6,7 +6,7 @@ import logging
 
 from prefixcache.blocks.node import RAM
 from prefixcache.metrics.rates import MeasuredRates
-from prefixcache.store_fetch_remove.hot import deepest_hot
+from prefixcache.store_fetch_remove.hot import deepest_hot, hot_blocks
 from prefixcache.tiers.prompt import Prompt
 from prefixcache.tiers.storage import Storage
 
@@ -19,11 +19,15 @@ def decline_slow(storage: Storage, rates: MeasuredRates, prompt: Prompt, leave: 
     """
     with storage.lock:
         deepest = prompt.deepest(RAM, leave)
-        depth = deepest.depth if deepest is not None else 0
-        if not rates.fetching(prompt.model, depth):
+        if deepest is None or not rates.fetching(prompt.model, deepest.depth):
             return leave
+        depth = deepest.depth
         hot = deepest_hot(storage, prompt, leave)[1]
-        if depth <= hot or not rates.declines(prompt.model, depth, depth - hot):
+        if depth <= hot:
+            return leave
+        begins = hot_blocks(storage, prompt, deepest.namespace, depth)
+        decoded = depth - (begins.depth if begins is not None else 0)
+        if not rates.declines(prompt.model, decoded, depth - hot):
             return leave
         counters = storage.counters
         counters.declined_hits += 1
@@ -34,7 +38,7 @@ def decline_slow(storage: Storage, rates: MeasuredRates, prompt: Prompt, leave: 
             "a hit of %d tokens is declined: fetching takes %.3f s, computing what is not hot of it %.3f s (setting "
             "decline_slow_hits). Said once; prefixcache_declined_hits_total counts",
             depth,
-            rates.fetching(prompt.model, depth),
+            rates.fetching(prompt.model, decoded),
             rates.computing(prompt.model, depth - hot),
         )
     return len(prompt) - hot

@@ -187,14 +187,15 @@ def take_hit(storage: Storage, prompt: Prompt, leave: int) -> Hit | None:
     return Hit(*deepest, storage.graph.pin(pin_leaves(required_images(deepest.walk, deepest.depth, RAM))))
 
 
-def count_hit(storage: Storage, prompt: Prompt, depth: int) -> None:
-    """Count a fetch that used the first `depth` tokens of a prompt, 0 on a miss, and make them the newest. What RAM has no
-    images of, a hot prompt gave.
+def count_hit(storage: Storage, prompt: Prompt, depth: int, hot: int = 0) -> None:
+    """Count a fetch that used the first `depth` tokens of a prompt, 0 on a miss, and make them the newest. A hot prompt gave
+    `hot` of them, and so what RAM has no images of.
     """
     graph, counters = storage.graph, storage.counters
     counters.fetches += 1
     counters.asked_tokens += len(prompt)
     counters.hit_tokens += depth
+    counters.hot_hit_tokens += hot
     if len(storage.long_prompts):
         for namespace in prompt.namespaces():
             storage.long_prompts.asked_for(prompt.keys(namespace))

@@ -13,11 +13,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from prefixcache import PrefixCache
+from prefixcache.blocks.budget import Budget
 from prefixcache.codecs.transform.bases import Bases
 from prefixcache.ssd import open_directory, writer
 from prefixcache.store_fetch_remove import namespaces
 from prefixcache.tiers import ram
 from prefixcache.tiers.admission import SHARE
+from prefixcache.tiers.hot import HotPrompts
 from tests.given_rates import computing_is
 from tests.models import states
 from tests.models.transforming import uneven_basis
@@ -114,16 +116,46 @@ class CacheMachine(RuleBasedStateMachine):
             assert stored.tokens == len(tokens)
             self.sure.append(tokens)
 
-    @rule(tokens=prompts, leave=st.integers(0, 3))
-    def fetch(self, tokens, leave):
-        made, rest = self.cache.fetch(tokens, model="m", leave=leave)
+    @rule(tokens=prompts, leave=st.integers(0, 3), promote=st.booleans())
+    def fetch(self, tokens, leave, promote=False):
+        hot_before = self.cache.stats().counters.hot_hit_tokens
+        made, rest = self.cache.fetch(tokens, model="m", leave=leave, promote=promote)
         depth = len(tokens) - len(rest)
+        if self.any_boundary:  # what is hot of it is not decoded
+            gained = self.cache.stats().counters.hot_hit_tokens - hot_before
+            assert gained // 256 >= self.hot_beginning(tokens[:depth]) // 256
         assert rest == tokens[depth:]
         assert depth <= min(self.expected(tokens), max(len(tokens) - leave, 0))
         if made is None:
             assert depth == 0
         else:
             self.check(made, tokens[:depth])
+            self.as_images_give(tokens, depth, made)
+
+    def hot_beginning(self, tokens) -> int:
+        """How many of these tokens a hot prompt begins with."""
+        hot = self.cache._storage.hot
+        return max((common(tokens, one.ids.tolist()) for root in hot.roots() for one in hot.of(root)), default=0)
+
+    def as_images_give(self, tokens, depth, layers):
+        """Of whole blocks, all rows that a fetch without hot prompts gives, bit for bit."""
+        images = self.cache.lookup(tokens, model="m")
+        if images is not None:
+            whole = min(depth, images.tokens) // 256 * 256
+            for own, other in zip(states.held(layers), states.held(images.dequantize()), strict=True):
+                for part, rows in own.items():
+                    assert [t for t in rows.keys() & other[part] if t < whole and rows[t] != other[part][t]] == []
+
+    @rule(tokens=prompts, runs=RUNS, leave=st.integers(0, 3), evicted=st.booleans())
+    def fetch_what_goes_on_from_a_hot_prompt(self, tokens, runs, leave, evicted):
+        """A hit that images make deeper begins with a hot prompt's whole blocks."""
+        longer = [*tokens, *spell(runs)]
+        self.store(tokens, hot=True)
+        self.store(longer, hot=False)
+        if evicted:
+            self.flush()
+            self.trim(0)
+        self.fetch(longer, leave, promote=evicted)
 
     @rule(tokens=prompts, leave=st.integers(0, 3))
     def fetch_where_computing_is_quicker(self, tokens, leave):
@@ -400,15 +432,14 @@ class NeighboursMachine(CacheMachine):
         codec=st.sampled_from(["turboquant:4:sink_tokens=3", "turboquant:3:4", "turboquant:4:4:plain"]),
         layers=st.sampled_from(sorted(states.LAYERS)),
         step=st.sampled_from([256, 512]),
-        keeps_hot=st.booleans(),
     )
-    def open(self, tier, close, codec, layers, step, keeps_hot):
-        self.codec, self.layers, self.step, self.keeps_hot = codec, layers, step, keeps_hot
+    def open(self, tier, close, codec, layers, step):
+        self.codec, self.layers, self.step = codec, layers, step
         super().open(5_000_000, tier, "wait", close)
 
-    @rule(tokens=prompts)
-    def store(self, tokens):
-        self._in_steps(self.asked(tokens), states.LAYERS[self.layers](), 0)
+    @rule(tokens=prompts, hot=st.booleans())
+    def store(self, tokens, hot=False):
+        self._in_steps(self.asked(tokens), states.LAYERS[self.layers](), 0, hot)
 
     @rule(
         target=prompts,
@@ -416,25 +447,27 @@ class NeighboursMachine(CacheMachine):
         shared=st.sampled_from([20, 100, 234, 300, 511]),
         other=st.integers(3, 4),
         total=st.sampled_from([256, 300, 512, 800]),
+        hot=st.booleans(),
     )
-    def store_what_begins_alike(self, tokens, shared, other, total):
+    def store_what_begins_alike(self, tokens, shared, other, total, hot):
         tokens = [*tokens[:shared], *[other] * (total - min(shared, len(tokens), total))][:total]
-        self.store(tokens)
+        self.store(tokens, hot)
         return tokens
 
-    @rule(tokens=prompts)
-    def store_behind_a_hit(self, tokens):
+    @rule(tokens=prompts, hot=st.booleans())
+    def store_behind_a_hit(self, tokens, hot):
         prompt = self.asked(tokens)
         made, rest = self.cache.fetch(prompt, promote=True)
-        self._in_steps(prompt, made if made is not None else states.LAYERS[self.layers](), len(tokens) - len(rest))
+        layers = made if made is not None else states.LAYERS[self.layers]()
+        self._in_steps(prompt, layers, len(tokens) - len(rest), hot)
 
     def asked(self, tokens):
         return self.cache.prompt(tokens, model="m", whole_blocks=True)
 
-    def _in_steps(self, prompt, live, at):
+    def _in_steps(self, prompt, live, at, hot):
         tokens = prompt.given
         states.stored_in_steps(self.cache, prompt, live, at, self.step)
-        if self.keeps_hot:
+        if hot:
             self.cache.keep_hot(prompt, live)
         self.stored.append(tokens)
         self.sure.append(tokens)
@@ -442,8 +475,8 @@ class NeighboursMachine(CacheMachine):
         self.fetch(tokens, 0)
 
     @rule(tokens=prompts, leave=st.integers(0, 3))
-    def fetch(self, tokens, leave):
-        made, rest = self.cache.fetch(self.asked(tokens), leave=leave, promote=True)
+    def fetch(self, tokens, leave, promote=True):
+        made, rest = self.cache.fetch(self.asked(tokens), leave=leave, promote=promote)
         if made is not None:
             self.as_if_alone(tokens[: len(tokens) - len(rest)], made)
 
@@ -454,6 +487,25 @@ class NeighboursMachine(CacheMachine):
         for own, other in zip(states.held(layers), alone, strict=True):
             for part in ("keys", "values"):
                 assert [t for t in own[part].keys() & other[part] if t < whole and own[part][t] != other[part][t]] == []
+
+
+class HotMachine(NeighboursMachine):
+    """What is hot is in memory of its own and stays when images leave RAM: hits go on from it with images."""
+
+    prompts = CacheMachine.prompts
+
+    @initialize(
+        tier=st.sampled_from(["both", "ram only"]),
+        close=st.booleans(),
+        codec=st.sampled_from(["raw", "turboquant:4:sink_tokens=3", "turboquant:3:4"]),
+        step=st.sampled_from([256, 512]),
+    )
+    def open(self, tier, close, codec, step):
+        super().open(tier, close, codec, "every token", step)
+
+    def _open(self):
+        super()._open()
+        self.cache._storage.hot = HotPrompts(Budget(1_000_000), 1_000_000)
 
 
 class SharedDiskMachine(CacheMachine):
@@ -514,6 +566,7 @@ MACHINES = [
     LevelledMachine,
     TransformMachine,
     NeighboursMachine,
+    HotMachine,
     SharedDiskMachine,
 ]
 

@@ -6,10 +6,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache
 
 from prefixcache import PrefixCache
+from prefixcache.keys import BLOCK, common_prefix
 from prefixcache.layers.image_layout import live_arrays
 from prefixcache.tiers.hot import MOST
 from tests.models import states
@@ -71,13 +75,113 @@ def test_a_hit_ends_in_the_last_rows_or_with_a_block(cache, shared, depth):
         states.check_uneven(made, LONG[:depth])
 
 
-def test_images_that_reach_deeper_are_hit(cache):
-    plain(cache, LONG)
-    longer = LONG + prompt(2, 300)
-    cache.store(longer, states.uneven(longer), model="m")
-    made, _ = cache.fetch(longer, model="m")
-    assert made[0].offset == 999
-    assert hot_tokens(cache) == 0
+def quantized(tokens: list[int]) -> list[QuantizedKVCache]:
+    layer = QuantizedKVCache(32, 8)
+    layer.update_and_fetch(*map(mx.array, (states.uneven_rows(tokens, 0), states.uneven_rows(tokens, 7))))
+    return [layer]
+
+
+def half(tokens: list[int]) -> list[KVCache]:
+    made = states.uneven(tokens)
+    for layer in made:
+        layer.keys, layer.values = layer.keys.astype(mx.bfloat16), layer.values.astype(mx.bfloat16)
+    return made
+
+
+DEEPER = LONG + prompt(2, 300)
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+@pytest.mark.parametrize("codec", ["raw", "turboquant:4", "turboquant:4:sink_tokens=0"])
+@pytest.mark.parametrize(
+    "make",
+    [states.uneven, half, quantized, lambda tokens: [CacheList(*states.uneven(tokens)), *half(tokens)]],
+    ids=["float32", "bfloat16", "quantized", "lists"],
+)
+def test_a_hit_goes_on_with_images_where_they_reach_deeper(monkeypatch, make, codec, on_cpu):
+    monkeypatch.setattr("prefixcache.layers.hot_state.on_cpu", lambda: on_cpu)
+    with PrefixCache(ram="20MB", codec=codec, memory_reserve=0) as cache:
+        asked = cache.prompt(LONG, model="m")
+        cache.store(asked, live := make(LONG), write_back_from=0)
+        assert cache.keep_hot(asked, live)
+        cache.store(DEEPER, make(DEEPER), model="m")
+        made, rest = cache.fetch(DEEPER, model="m", room=50)
+        assert (rest, hot_tokens(cache)) == (
+            DEEPER[-1:],
+            512,
+        )  # the rows of its last block are not those that an image has
+        images = cache.lookup(DEEPER, model="m", leave=1).dequantize(50)
+        for mine, theirs in zip(live_arrays(made), live_arrays(images), strict=True):
+            assert mx.array_equal(mine, theirs)
+        for array in live_arrays(made):
+            array[...] = 0
+        again, _ = cache.fetch(DEEPER, model="m", room=50)
+        for mine, theirs in zip(live_arrays(again), live_arrays(images), strict=True):
+            assert mx.array_equal(mine, theirs)
+        cache.check_integrity()
+
+
+@pytest.mark.parametrize("make", [states.windowed, states.hybrid])
+def test_layers_that_forget_don_t_go_on_from_a_hot_beginning(make):
+    with PrefixCache(ram="20MB", codec="raw", memory_reserve=0) as cache:
+        cache.store(LONG, live := make(LONG), model="m")
+        assert cache.keep_hot(LONG, live, model="m")
+        cache.store(DEEPER, make(DEEPER), model="m")
+        made, rest = cache.fetch([*DEEPER, 1], model="m")
+        assert (rest, hot_tokens(cache)) == ([1], 0)
+        states.check(made, DEEPER)
+
+
+@settings(max_examples=40)
+@given(
+    runs=st.lists(
+        st.tuples(st.lists(st.sampled_from([1, 100, 156, 256, 300]), min_size=1, max_size=4), st.booleans()),
+        min_size=1,
+        max_size=6,
+    ),
+    data=st.data(),
+    whole_blocks=st.booleans(),
+)
+def test_a_hit_takes_as_many_hot_blocks_as_there_are(runs, data, whole_blocks):
+    prompts = [[i % 2 for i, count in enumerate(counts) for _ in range(count)] for counts, _ in runs]
+    with PrefixCache(ram="20MB", codec="turboquant:4", memory_reserve=0) as cache:
+        for tokens, hot in zip(prompts, (hot for _, hot in runs), strict=True):
+            asked = cache.prompt(tokens, model="m")
+            cache.store(asked, live := states.uneven(tokens), write_back_from=0)
+            if hot:
+                assert cache.keep_hot(asked, live)
+        tokens = data.draw(st.sampled_from(prompts)) + data.draw(st.sampled_from(prompts))
+        asked = cache.prompt(tokens, model="m", whole_blocks=whole_blocks)
+        made, rest = cache.fetch(asked)
+        depth = len(tokens) - len(rest)
+        kept = cache._storage.hot
+        alike = [common_prefix(hot.ids, np.array(tokens[:depth])) for root in kept.roots() for hot in kept.of(root)]
+        assert hot_tokens(cache) // BLOCK == max(alike, default=0) // BLOCK
+        if made is not None:
+            images = cache.lookup(asked, leave=1).dequantize()
+            whole = depth // BLOCK * BLOCK
+            for mine, theirs in zip(live_arrays(made), live_arrays(images), strict=True):
+                assert mx.array_equal(mine[:, :, :whole], theirs[:, :, :whole])
+        cache.check_integrity()
+
+
+@pytest.mark.parametrize("codec", ["raw", "turboquant:4"])
+def test_what_a_promotion_brings_behind_a_hot_beginning(tmp_path, monkeypatch, codec):
+    monkeypatch.setattr("prefixcache.cache.device_memory", lambda: 8_000_000)  # they leave with no image
+    with PrefixCache(ram="20MB", codec=codec, ssd_dir=tmp_path, ssd="50MB", memory_reserve=0) as cache:
+        plain(cache, LONG)
+        cache.store(DEEPER, states.uneven(DEEPER), model="m")
+        assert cache.flush(30)
+        cache.trim_to(0)
+        made, rest = cache.fetch(DEEPER, model="m", promote=True)
+        assert (rest, hot_tokens(cache)) == (DEEPER[-1:], 512)
+        images = cache.lookup(DEEPER, model="m", leave=1).dequantize(1)
+        for mine, theirs in zip(live_arrays(made), live_arrays(images), strict=True):
+            assert mx.array_equal(mine, theirs)
+        cache.trim_to(0)
+        made, rest = cache.fetch([*LONG, 1], model="m", promote=True)
+        assert (rest, hot_tokens(cache)) == ([1], 512 + 700)
+        cache.check_integrity()
 
 
 def test_nobody_sees_what_others_append(cache):
@@ -112,8 +216,7 @@ def test_every_kind_of_layer_is_hot(make):
 
 def test_quantized_rows_are_hot_and_cut_anywhere():
     with PrefixCache(ram="20MB", codec="raw", memory_reserve=0) as cache:
-        layer = QuantizedKVCache(32, 8)
-        layer.update_and_fetch(*(mx.random.normal((1, 2, 700, 32)) for _ in range(2)))
+        (layer,) = quantized(LONG)
         cache.store(LONG, [layer], model="m")
         assert cache.keep_hot(LONG, [layer], model="m")
         made, _ = cache.fetch([*LONG[:300], 1], model="m")

@@ -159,6 +159,7 @@ LAYERS = {
     "ring of less than a block": lambda: [KVCache(), RotatingKVCache(40)],
     "ring that never fills": lambda: [KVCache(), RotatingKVCache(4000)],
     "chunks": lambda: [ChunkedKVCache(512), KVCache()],
+    "every token": lambda: [KVCache(), KVCache()],
 }
 
 
