@@ -541,8 +541,8 @@ class PrefixCache:
                 began = time.monotonic()
                 made = stored.dequantize(spare, read_ahead, beginning)
                 copied = beginning.tokens if beginning is not None else 0
-                if read_ahead is None:
-                    self.rates.learn_fetch(prompt.model, stored.tokens - copied, time.monotonic() - began)
+                if read_ahead is None and not copied:  # a copy's time is not the decoding's
+                    self.rates.learn_fetch(prompt.model, stored.tokens, time.monotonic() - began)
             except DamagedBlock as damage:
                 discard_damaged(self._storage, prompt, stored, damage)
                 read_ahead = None

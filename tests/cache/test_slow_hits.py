@@ -9,8 +9,8 @@ import pytest
 from mlx_lm.models.cache import KVCache
 
 from prefixcache import PrefixCache
-from prefixcache.metrics.rates import AGAIN
-from tests.given_rates import computing_is
+from prefixcache.metrics.rates import AGAIN, LinearTime
+from tests.given_rates import GivenRates, computing_is
 from tests.models import states
 from tests.models.states import prompt
 
@@ -62,6 +62,14 @@ def test_a_slow_hit_is_a_miss_but_for_what_is_hot_of_it(cache):
     assert declined(cache) == (2, 1000)
     counters = cache.stats().counters
     assert (counters.hit_tokens, counters.hot_hit_tokens) == (512, 512)
+
+
+def test_only_what_is_decoded_behind_a_hot_beginning_takes_time(cache):
+    cache.rates = GivenRates(
+        LinearTime(0.0, 0.0012), LinearTime(0.0, 0.001)
+    )  # slower than computing, if all is decoded
+    assert fetched(cache, LONG) == 912
+    assert declined(cache) == (0, 0)
 
 
 def test_hot_hits_are_always_given(cache):
@@ -123,6 +131,7 @@ def test_a_cache_learns_from_its_fetches_and_from_who_computes(cache):
     taken = cache.rates.fetching("m", 600)
     for _ in range(9):
         assert fetched(cache, HOT) == 512  # what is hot takes no time
+        assert fetched(cache, LONG) == 912  # and goes on with blocks that are decoded
     assert cache.rates.fetching("m", 600) == taken
 
 
