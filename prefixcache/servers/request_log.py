@@ -76,16 +76,6 @@ class RequestLog:
             cause = cause.__cause__
         self.reason = self.reason or reason_of(cause or error)
 
-    def usage(self) -> dict[str, Any]:
-        """Return the usage so far, as a chat's answer has it. Call it when the request's turn has come."""
-        prompt, cached = len(self._context.prompt), max(self._context.prompt_cache_count, 0)
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": self.generated,
-            "total_tokens": prompt + self.generated,
-            "prompt_tokens_details": {"cached_tokens": cached},
-        }
-
     def fields(self, end: str = "") -> dict[str, Any]:
         """Return the numbers of the line. `end`: how it ended; "": as its answers say. A request that never began has its
         end, its time, and why it was refused.

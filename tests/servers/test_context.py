@@ -78,7 +78,9 @@ def test_a_prompt_leaves_room_for_a_token_or_is_refused_with_both_numbers():
     assert room_for(1000, None) == NO_LIMIT
     assert room_for(99, 100) == 1
     for tokens in (100, 5000):
-        with pytest.raises(RequestRefused, match=f"the prompt has {tokens} tokens; the model's context has 100,"):
+        with pytest.raises(
+            RequestRefused, match=f"prompt is too long: {tokens} tokens > 100, the model's maximum context length,"
+        ):
             room_for(tokens, 100)
 
 
@@ -107,11 +109,11 @@ def loads(server: Server) -> int:
 @pytest.mark.parametrize("more", [{}, {"seed": 1}, {"stream": True}], ids=str)
 def test_a_prompt_beyond_the_context_is_refused_before_it_is_computed(served, more):
     before = served.metrics()
-    with pytest.raises(openai.BadRequestError, match=rf"the prompt has \d+ tokens; the model's context has {CONTEXT}"):
+    with pytest.raises(openai.BadRequestError, match=rf"prompt is too long: \d+ tokens > {CONTEXT}"):
         ask(served, user(text(600)), **more)
-    with pytest.raises(openai.BadRequestError, match=rf"context has {CONTEXT}"):
+    with pytest.raises(openai.BadRequestError, match=rf"tokens > {CONTEXT}"):
         complete(served, text(600))
-    with pytest.raises(openai.BadRequestError, match=rf"at least \d+ tokens; the model's context has {CONTEXT}"):
+    with pytest.raises(openai.BadRequestError, match=rf"prompt is too long: at least \d+ tokens > {CONTEXT}"):
         ask(served, user(text(100_000)))
     changed = {name for name, value in served.metrics().items() if value != before.get(name)}
     assert not {name for name in changed if "store" in name or "fetch" in name}
@@ -137,7 +139,7 @@ def test_prompts_that_are_warmed_fit_into_the_context(served):
     prompts = {"prompts": [{"messages": user("a")}, {"messages": user(text(600))}]}
     answer = requests.post(f"{served.url}/prefixcache/prompts", json=prompts, timeout=SECONDS)
     assert answer.status_code == 400
-    assert "prompts[1]: the prompt has" in answer.text
+    assert "prompts[1]: the prompt is too long" in answer.text
 
 
 def test_an_answer_ends_where_the_context_does(served):
@@ -148,7 +150,7 @@ def test_an_answer_ends_where_the_context_does(served):
 
 def test_the_flag_is_in_the_models_place(models, tmp_path):
     with serving(tmp_path / "log", "--model", models / "short", "--max-context", 100) as server:
-        with pytest.raises(openai.BadRequestError, match="context has 100"):
+        with pytest.raises(openai.BadRequestError, match="tokens > 100"):
             ask(server, user(text(150)))
         assert ask(server, user("hello"), max_tokens=50).generated
 
@@ -156,7 +158,7 @@ def test_the_flag_is_in_the_models_place(models, tmp_path):
 def test_a_model_that_is_loaded_for_a_request_has_its_own_context(models, served):
     short, other = ({"model": str(models / name)} for name in ("short", "other"))
     assert ask(served, user(text(600)), **other).prompt > CONTEXT
-    with pytest.raises(openai.BadRequestError, match=f"context has {CONTEXT}"):  # it is loaded for this request
+    with pytest.raises(openai.BadRequestError, match=f"tokens > {CONTEXT}"):  # it is loaded for this request
         ask(served, user(text(600)), **short)
 
 

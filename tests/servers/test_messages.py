@@ -1,14 +1,17 @@
-"""`/v1/messages` and `/v1/messages/count_tokens`, asked by Anthropic's own client; and the translation alone."""
+"""`/v1/messages` and `/v1/messages/count_tokens`, asked by Anthropic's own client."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import anthropic
 import pytest
 import requests
 
-from tests.servers.serving import SECONDS, Endpoint, Server, text, user
+from tests.servers.serving import SECONDS, Endpoint, Server, save_parrot, serving, text, user, wait_for
+from tests.servers.test_serve_answers import TEMPLATE
 
 MODEL = "default_model"
 
@@ -66,3 +69,89 @@ def test_clients_that_look_whether_the_server_is_there_find_it(served: Server):
     answer = requests.head(f"{served.url}/", timeout=SECONDS)
     assert (answer.status_code, answer.content) == (200, b"")
     assert requests.head(f"{served.url}/nowhere", timeout=SECONDS).status_code == 404
+
+
+# -- tools, thoughts, stops -------------------------------------------------------------------------------------------
+
+CALL = ["<tool_call>", '{"name": "count", "arguments": {"to": 3}}', "</tool_call>"]
+TOOLS = [{"name": "count", "description": "Counts.", "input_schema": {"type": "object", "properties": {}}}]
+
+
+@pytest.fixture(scope="module")
+def agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A model that thinks, says something and calls a tool, whatever it is asked."""
+    where = tmp_path_factory.mktemp("agent")
+    says = ["<think>", "Hm, ", "three.", "</think>", "\n\n", "Let me ", "count.", *CALL]
+    model = save_parrot(where / "model", says, template=TEMPLATE)
+    with serving(where / "log", "--model", model) as server:
+        yield server
+
+
+def test_an_agent_thinks_and_calls_tools_and_its_turn_is_hit(agent: Server):
+    messages = user(text(100, "agent"))
+    more = {"tools": TOOLS, "max_tokens": 100, "thinking": {"type": "adaptive"}}
+    first = create(agent, messages, **more)
+    assert [block.type for block in first.content] == ["thinking", "text", "tool_use"]
+    thought, said, call = first.content
+    assert (thought.thinking, said.text) == ("Hm, three.", "\n\nLet me count.")
+    assert (call.name, call.input) == ("count", {"to": 3})
+    assert first.stop_reason == "tool_use"
+    results = [{"type": "tool_result", "tool_use_id": call.id, "content": "1, 2, 3"}]
+    messages += [{"role": "assistant", "content": first.content}, {"role": "user", "content": results}]
+    second = client(agent).messages.create(model=MODEL, messages=messages, **more)
+    assert second.usage.cache_read_input_tokens >= prompt_tokens(first) - 1
+    assert prompt_tokens(second) > prompt_tokens(first) + 20
+
+
+def test_an_answer_says_which_stop_sequence_ended_it(agent: Server):
+    answer = create(agent, user("stop"), stop_sequences=["nowhere", "count."], max_tokens=100)
+    assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", "count.")
+    answer = create(agent, user("stop"), stop_sequences=["nowhere"], max_tokens=100, tools=TOOLS)
+    assert (answer.stop_reason, answer.stop_sequence) == ("tool_use", None)
+
+
+def test_images_are_refused_by_a_model_that_has_none(served: Server):
+    source = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
+    with pytest.raises(anthropic.BadRequestError, match="Only 'text' content type is supported"):
+        create(served, user([{"type": "image", "source": source}]))
+
+
+# -- clients ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_api_key_is_a_tenant_in_either_header(model: Path, tmp_path: Path):
+    prompt = user(text(300, "tenant"))
+    flags = ("--salt-from", "authorization", "--require-salt")
+    with serving(tmp_path / "log", "--model", model, *flags) as server:
+        body = {"model": MODEL, "max_tokens": 2, "messages": prompt}
+        for key in ("sk-one", "sk-two"):
+            as_key, as_token = client(server, api_key=key), client(server, api_key=None, auth_token=key)
+            assert as_key.messages.create(**body).usage.cache_read_input_tokens < 30
+            assert as_token.messages.create(**body).usage.input_tokens == 1
+        for path in ("/v1/messages", "/v1/messages/count_tokens"):
+            refused = requests.post(f"{server.url}{path}", json=body, timeout=SECONDS)
+            assert (refused.status_code, refused.json()["error"]["type"]) == (401, "authentication_error")
+
+
+def test_pages_of_other_origins_may_not_ask(served: Server):
+    headers = {"Origin": "http://elsewhere.example"}
+    body = {"model": MODEL, "max_tokens": 2, "messages": user("hello")}
+    refused = requests.post(f"{served.url}/v1/messages", json=body, headers=headers, timeout=SECONDS)
+    assert (refused.status_code, refused.json()["error"]["type"]) == (403, "permission_error")
+
+
+def test_a_client_that_goes_ends_its_answer(served: Server):
+    body = {"model": MODEL, "max_tokens": 4000, "messages": user(text(50, "gone"))}
+    with client(served).messages.stream(**body) as stream:
+        next(iter(stream.text_stream))
+    wait_for(lambda: "(client gone)" in served.said(), "a line of the log that says so", served.log)
+
+
+def test_a_prompt_that_is_too_long_is_refused_in_the_words_by_which_clients_make_it_shorter(
+    model: Path, tmp_path: Path
+):
+    with (
+        serving(tmp_path / "log", "--model", model, "--max-context", 100) as server,
+        pytest.raises(anthropic.BadRequestError, match=r"prompt is too long: \d+ tokens > 100"),
+    ):
+        create(server, user(text(200)))

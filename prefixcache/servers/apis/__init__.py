@@ -22,7 +22,8 @@ class EventStream(Protocol):
 
     def take(self, chunk: Json) -> list[Event]:
         """Return the events for a chunk of the chat's stream. The first chunk and the last have no choices: the first has the
-        usage so far, as soon as the prompt's turn has come, the last has all of it.
+        usage so far, as soon as the prompt's turn has come, the last has all of it. The choice that has `finish_reason`
+        may have `stop_reason`, too: which of the request's `stop` texts ended the answer.
         """
 
     def end(self) -> list[Event]:

@@ -50,7 +50,7 @@ class Messages:
         content = list(_blocks_of(choice["message"]))
         return {
             **_message(chat, content),
-            **_stopped(choice["finish_reason"], content),
+            **_stopped(choice, content),
             "usage": _usage(request, chat["usage"]),
         }
 
@@ -312,8 +312,11 @@ def _tool_use(call: Json) -> Json:
     return {"type": "tool_use", "id": name, "name": call["function"]["name"], "input": {}}
 
 
-def _stopped(finish: str | None, content: list[Json]) -> Json:
-    reason = STOP_REASONS.get(finish or "", "end_turn")
+def _stopped(choice: Json, content: list[Json]) -> Json:
+    """Return why a message ended. `choice`: the chat's, or its last one of a stream."""
+    if choice.get("stop_reason"):
+        return {"stop_reason": "stop_sequence", "stop_sequence": choice["stop_reason"]}
+    reason = STOP_REASONS.get(choice.get("finish_reason") or "", "end_turn")
     if reason == "tool_use" and not any(block["type"] == "tool_use" for block in content):
         reason = "end_turn"  # what the model wrote as a call is none
     return {"stop_reason": reason, "stop_sequence": None}
@@ -352,7 +355,7 @@ class MessageStream:
         self._content: list[Json] = []  # the blocks that were begun; the last one is open while `_is_open`
         self._is_open, self._has_begun = False, False
         self._space = ""  # white space that begins a text, if more of it follows
-        self._finish: str | None = None
+        self._last_choice: Json = {}
 
     def take(self, chunk: Json) -> list[Event]:
         self._usage = chunk.get("usage") or self._usage
@@ -363,12 +366,12 @@ class MessageStream:
             events += self._more("text", delta.get("content") or "")
             for call in delta.get("tool_calls") or ():
                 events += self._call(call)
-            self._finish = choice.get("finish_reason") or self._finish
+            self._last_choice = choice
         return events
 
     def end(self) -> list[Event]:
         usage = _usage(self._request, self._usage)
-        delta = {"type": "message_delta", "delta": _stopped(self._finish, self._content), "usage": usage}
+        delta = {"type": "message_delta", "delta": _stopped(self._last_choice, self._content), "usage": usage}
         return [*self._close(), Event("message_delta", delta), Event("message_stop", {"type": "message_stop"})]
 
     def fail(self, status: int, message: str) -> list[Event]:

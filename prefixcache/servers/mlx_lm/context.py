@@ -50,4 +50,8 @@ def room_for(prompt: int, context: int | None) -> int:
 
 
 def too_long(tokens: str, context: int) -> str:
-    return f"the prompt has {tokens} tokens; the model's context has {context}, for prompt and answer: send a shorter prompt"
+    """Return an error by whose words clients know that the chat must become shorter, and by how much."""
+    return (
+        f"the prompt is too long: {tokens} tokens > {context}, the model's maximum context length, for prompt and answer: "
+        "send a shorter prompt"
+    )

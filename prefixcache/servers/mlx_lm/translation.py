@@ -3,49 +3,60 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from prefixcache.servers.apis import Api, Event, Json
 from prefixcache.servers.request_log import COUNTED
+from prefixcache.servers.request_schema import STOP_LIMIT
 
 CHAT_PATH = "/v1/chat/completions"
 
 
 class Translation:
-    """What mlx-lm's `Completion` takes for the connection of a chat's client: what it sends reaches the client of `api` by
-    `http`, translated. `request`: what that client asked.
+    """What mlx-lm's `Completion` takes for the connection of a chat's client, and for the generator of the answer: what it
+    sends reaches the client of `api` by `http`, translated. `request`: what that client asked.
     """
 
     path = CHAT_PATH
 
     def __init__(self, http: Any, api: Api, request: Json):
         self._http, self._api, self._request = http, api, request
-        self._events = api.stream(request) if request.get("stream") and not api.counts_only else None
+        streams = bool(request.get("stream")) and not api.counts_only
+        self._events = api.stream(request) if streams else None
+        self._completion: Any = None
+        self._context: Any = None  # of the answer, once the prompt's turn has come
         self._has_begun = False
+        self._tokens: deque[int] = deque(maxlen=2 * STOP_LIMIT)  # the last ones of the answer
         self.wfile = self
         self.send_response, self.send_cors_headers = http.send_response, http.send_cors_headers
-        self._first_chunk: Callable[[], Json] = dict
 
     def complete(self, completion: Any, request: Any, answer: Callable[[], None]) -> None:
         """Have mlx-lm's answer sent, or the tokens of its prompt, with `counts_only`."""
-        self._first_chunk = lambda: {
-            "id": completion.request_id,
-            "model": completion.requested_model,
-            "choices": [],
-            "usage": request.request_log.usage(),
-        }
-        if self._api.counts_only:
-            answer = lambda: self._count(completion, request)  # noqa: E731
-        self._http.complete(completion, request, answer)
+        self._completion, self._generator = completion, completion.response_generator
+        completion.response_generator = self
+        self._http.complete(completion, request, (lambda: self._count(request)) if self._api.counts_only else answer)
 
-    def _count(self, completion: Any, request: Any) -> None:
-        tokens = completion.response_generator.count_tokens(request, completion.prompt_arguments)
+    def generate(self, *args: Any, **options: Any) -> Any:
+        """Have the answer generated, as `Generator` does."""
+        self._context, responses = self._generator.generate(*args, **options)
+        return self._context, self._watch(responses)
+
+    def _watch(self, responses: Iterable[Any]) -> Iterator[Any]:
+        for response in responses:
+            self._tokens.append(response.token)
+            yield response
+
+    def _count(self, request: Any) -> None:
+        tokens = self._generator.count_tokens(request, self._completion.prompt_arguments)
+        request.request_log.end = COUNTED
         self._http.send_response(200)
         self._http.send_header("Content-Type", "application/json")
         self._http.send_cors_headers()
-        request.request_log.end = COUNTED
         self.write(json.dumps({"choices": [], "usage": {"prompt_tokens": tokens, "completion_tokens": 0}}).encode())
+
+    # -- what mlx-lm sends --------------------------------------------------------------------------------------------
 
     def send_header(self, name: str, value: str) -> None:
         if name != "Content-Length":  # of the chat's answer
@@ -58,7 +69,7 @@ class Translation:
     def write(self, data: bytes) -> None:
         """Send what mlx-lm sends at once: a whole answer, or one server-sent event of a stream."""
         if self._events is None:
-            body = json.dumps(self._api.answer(self._request, json.loads(data))).encode()
+            body = json.dumps(self._api.answer(self._request, self._told_why(json.loads(data)))).encode()
             self._http.send_header("Content-Length", str(len(body)))
             self._http.end_headers()
             self._http.wfile.write(body)
@@ -72,7 +83,7 @@ class Translation:
         elif value.strip() == b"[DONE]":
             self._send(self._events.end())
         else:
-            self._send(self._events.take(json.loads(value)))
+            self._send(self._events.take(self._told_why(json.loads(value))))
 
     def flush(self) -> None:
         self._http.wfile.flush()
@@ -85,3 +96,26 @@ class Translation:
     def _send(self, events: Iterable[Event]) -> None:
         for event in events:
             self._http.wfile.write(f"event: {event.name}\ndata: {json.dumps(event.data)}\n\n".encode())
+
+    def _first_chunk(self) -> Json:
+        prompt, cached = len(self._context.prompt), max(self._context.prompt_cache_count, 0)
+        usage = {"prompt_tokens": prompt, "completion_tokens": 0, "prompt_tokens_details": {"cached_tokens": cached}}
+        named = {"id": self._completion.request_id, "model": self._completion.requested_model}
+        return {**named, "choices": [], "usage": usage}
+
+    def _told_why(self, chat: Json) -> Json:
+        """Return a chunk or an answer that says by which of its `stop` texts it ended, as `stop_reason`."""
+        stops = self._completion.body.get("stop") or ()
+        for choice in chat["choices"]:
+            if choice.get("finish_reason") == "stop" and stops:
+                choice["stop_reason"] = stop_text(self._generator.model_provider.tokenizer, stops, list(self._tokens))
+        return chat
+
+
+def stop_text(tokenizer: Any, stops: Sequence[str], tokens: Sequence[int]) -> str | None:
+    """Return the stop text whose tokens end an answer's; None where its last token is the model's own end."""
+    for stop in sorted(stops, key=len, reverse=True):
+        ending = list(tokenizer.encode(stop, add_special_tokens=False))
+        if ending and ending == list(tokens[-len(ending) :]):
+            return stop
+    return None
