@@ -269,7 +269,6 @@ class LiveMaker:
             batch = nodes[at : at + BATCH]
             images = [(node.start, node.rows.image) for node in batch if node.rows is not None]
             self._back.decode_blocks([(start, image) for start, image in images if image is not None])
-            self.is_written_back &= all(image is not None for _, image in images)  # else it has what was coded again
             for node in batch:
                 for window in node.windows:
                     if window.image is not None:

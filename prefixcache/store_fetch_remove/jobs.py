@@ -35,8 +35,8 @@ class ImageJob(NamedTuple):
     """One image to make. `start` and `tokens` are its block's; `known` its node when the block stands already.
 
     `coded`: as a whole block's rows are, else as a tail's. Of a window image, for each window of the namespace: `mask` has
-    its tokens, `encoded` those to encode; `adds_rows` says that a stored window of the same block is added to, with its
-    levels; and `again` that stored windows have all of its rows, below RAM: it is made for the live cache.
+    its tokens, `encoded` those to encode; and `adds_rows` says that a stored window of the same block is added to, with its
+    levels. `again`: all of its rows stand below RAM already, and it is made for the live cache.
     """
 
     kind: ImageKind

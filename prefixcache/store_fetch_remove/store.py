@@ -89,6 +89,7 @@ class StoreCall:
         self._at = 0  # the first token that isn't planned
         self._key_at: dict[int, bytes] = {}  # the key before the last block planned
         self._new_tokens = self._new_bytes = 0
+        self._unconfirmed = 0  # images that are made again, and not known to be the same
 
     @property
     def not_finite(self) -> NotFinite | None:
@@ -211,12 +212,14 @@ class StoreCall:
                 break
             tokens = self.prompt.token_bytes[start * TOKEN_BYTES : end * TOKEN_BYTES]
             node, source = self._known(expected, tokens) if expected is not None else KnownBlock()
+            again = False
             if node is not None and node.rows is not None:
                 self._pin(node.rows)
                 self._decode_at_end([node])
                 block_key = node.key
-            if node is None or node.rows is None or (node.rows.image is None and self._goes_back(node)):
-                jobs.append(self._rows_job(node, tokens, key, source))
+                again = node.rows.image is None and self._goes_back(node)
+            if node is None or node.rows is None or again:
+                jobs.append(self._rows_job(node, tokens, key, source)._replace(again=again))
                 block_key = jobs[-1].key
             if (window := self._window_job(node, tokens, key, source)) is not None:
                 jobs.append(window)
@@ -228,6 +231,7 @@ class StoreCall:
                 expected = None
         if self._at == self._limit and self._maker.state is not None:
             jobs += self._snapshot_job()
+        self._unconfirmed += sum(job.again for job in jobs)
         return jobs
 
     def _known(self, parent: Node, tokens: bytes) -> KnownBlock:
@@ -384,9 +388,12 @@ class StoreCall:
         RAM again if it is, bit for bit, the one that stood.
         """
         storage, graph = self._storage, self._storage.graph
-        if (known := graph.slots.get((job.kind, job.key))) is not None or job.again:
-            if known is not None and known.image is None and known.checksum == image.checksum:
+        known = graph.slots.get((job.kind, job.key))
+        if known is not None and known.checksum == image.checksum:
+            self._unconfirmed -= job.again
+            if known.image is None:
                 graph.place(known, RAM, image=image, reservation=reservation)
+        if known is not None or (job.again and job.kind == WINDOW):
             return False
         slot = Slot(job.kind, node, job.key, image.nbytes, job.tokens if job.kind == SNAPSHOT else b"", job.mask)
         slot.checksum, slot.created, slot.tick = image.checksum, time.time(), graph.recency.clock
@@ -418,7 +425,7 @@ class StoreCall:
             counters.not_finite += self._maker.not_finite is not None
             storage.spilling.ahead(self._new_bytes)
         given, since = self.prompt.given_rows, self._maker.since
-        if since is not None and self._maker.is_written_back and since <= given.tokens:
+        if since is not None and self._maker.is_written_back and not self._unconfirmed and since <= given.tokens:
             given.tokens = depth // BLOCK * BLOCK
         has_snapshot = self._maker.state is not None and depth == self._limit
         return Stored(depth, self._new_tokens, self._new_bytes, has_snapshot, tuple(self.plan.raw))

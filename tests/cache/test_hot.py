@@ -297,7 +297,8 @@ def test_what_is_not_stored_is_not_hot(cache):
 
 
 @pytest.mark.parametrize("off", [0, 1e-3])
-def test_rows_that_a_fetch_would_not_give_are_not_hot(tmp_path, off):
+@pytest.mark.parametrize("behind", [False, True])
+def test_rows_that_a_fetch_would_not_give_are_not_hot(tmp_path, off, behind):
     with PrefixCache(ram="20MB", codec="turboquant:4", ssd_dir=tmp_path, ssd="50MB", memory_reserve=0) as cache:
         asked = cache.prompt(LONG, model="m")
         cache.store(asked, live := states.uneven(LONG))
@@ -306,7 +307,10 @@ def test_rows_that_a_fetch_would_not_give_are_not_hot(tmp_path, off):
         cache.trim_to(0)
         for layer in live:
             layer.keys += off  # computed in another batch, say
-        cache.store(asked, live, write_back_from=0)
+        if behind:
+            cache.store_behind(asked, live, write_back_from=0).result()
+        else:
+            cache.store(asked, live, write_back_from=0)
         assert bool(cache.keep_hot(asked, live)) is (off == 0)
         made, rest = cache.fetch(asked, leave=0, promote=True)
         assert rest == []
