@@ -99,7 +99,8 @@ DEEPER = LONG + prompt(2, 300)
     ids=["float32", "bfloat16", "quantized", "lists"],
 )
 def test_a_hit_goes_on_with_images_where_they_reach_deeper(monkeypatch, make, codec, on_cpu):
-    monkeypatch.setattr("prefixcache.layers.hot_state.on_cpu", lambda: on_cpu)
+    for module in ("hot_state", "stored_rows"):
+        monkeypatch.setattr(f"prefixcache.layers.{module}.on_cpu", lambda: on_cpu)
     with PrefixCache(ram="20MB", codec=codec, memory_reserve=0) as cache:
         asked = cache.prompt(LONG, model="m")
         cache.store(asked, live := make(LONG), write_back_from=0)
