@@ -277,6 +277,17 @@ def test_bytes_and_tokens_add_up(limit):
     assert outcome.sent_per_reused_token == outcome.sent_bytes / outcome.reused_tokens
 
 
+@pytest.mark.parametrize("admission", [None, "second", "always"])
+@pytest.mark.parametrize("config", [PLAIN, SLIDING, HYBRID], ids=["plain", "windows", "snapshots"])
+def test_a_fleets_machines_have_hot_prompts(config, admission):
+    fleet = Fleet(Cell(20 * RAM, SSD, hot="auto"), machines=2, routing="random", remote_admission=admission)
+    outcome = run(AGENTS, fleet, ModelState.of(config, name="tiny"))
+    assert 0 < outcome.hot_tokens == outcome.hot.sum()
+    assert (outcome.hot <= outcome.hit).all()
+    assert outcome.hit.sum() == outcome.ram_tokens + outcome.ssd_tokens + outcome.remote_tokens
+    assert min(outcome.ram_tokens, outcome.ssd_tokens, outcome.remote_tokens) >= 0
+
+
 def test_the_same_fleet_gives_the_same_numbers():
     fleet = Fleet(Cell(RAM, SSD), machines=3, routing="random", remote_admission="second")
     one, other = (run(AGENTS, fleet) for _ in range(2))

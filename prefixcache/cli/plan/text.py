@@ -320,16 +320,22 @@ def _hot_line(hot: Facts, cell: Facts) -> str:
     """Return what hot prompts give at the advised size, and which share of the RAM is worth more, if one is."""
     best = hot["cells"][hot["best"]]
     line = (
-        f'hot="{_setting(cell["hot"])}" ({short(cell["hot_bytes"])} of the RAM): {percent(cell["hot_hit_rate"])} of the '
-        f"tokens have nothing to decode, which saves {duration(cell['decode_seconds_saved'])}."
+        f"{_hot_share(cell)}: {percent(cell['hot_hit_rate'])} of the tokens have nothing to decode, which saves "
+        f"{duration(cell['decode_seconds_saved'])}."
     )
     before, after = cell["ttft"][0]["mean"], best["ttft"][0]["mean"]
     if after < NOTABLE * before:
         line += (
-            f' hot="{_setting(best["hot"])}" ({short(best["hot_bytes"])}) waits less: the mean time to first token is '
-            f"{duration(after)} instead of {duration(before)}."
+            f" {_hot_share(best)} waits less: the mean time to first token is {duration(after)} instead of "
+            f"{duration(before)}, and {percent(best['hit_rate'])} of the tokens are hits."
         )
     return line
+
+
+def _hot_share(cell: Facts) -> str:
+    """Write the setting `hot` of a size, and what it is of the RAM where that isn't said."""
+    taken = f" ({short(cell['hot_bytes'])} of the RAM)" if isinstance(cell["hot"], str) else ""
+    return f'hot="{_setting(cell["hot"])}"{taken}'
 
 
 def _against(facts: Facts, advised: Facts) -> str:
