@@ -10,7 +10,7 @@ import json
 import re
 import types
 from collections.abc import Iterator
-from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
@@ -95,6 +95,10 @@ class StreamOptions(_RequestPart):
     include_usage: bool = False
 
 
+class ResponseFormat(_RequestPart):
+    type: Literal["text"]
+
+
 class Message(_RequestPart):
     role: Annotated[str, Field(min_length=1)]
     content: Annotated[str | list[Object] | None, Said("a text or a list of parts")] = None
@@ -119,6 +123,7 @@ class GenerationRequest(BaseModel):
         description="Tokens of the answer, at most; no more than the model's context leaves. Default: `--max-tokens`.",
     )
     max_completion_tokens: Count | None = Field(None, description="The same; it counts where both are given.")
+    n: Annotated[int, Field(ge=1, le=1), Said("1")] = Field(1, description="Answers to a request.")
     stream: bool = Field(False, description="Whether the answer comes piece by piece.")
     stream_options: Annotated[StreamOptions | None, Said('an object such as {"include_usage": true}')] = Field(
         None, description="Of a stream: whether it ends with the usage."
@@ -180,6 +185,12 @@ class ChatRequest(GenerationRequest):
         list[Message], Field(min_length=1), Said('a list of objects such as {"role": "user", "content": "..."}')
     ] = Field(description="The chat so far.")
     tools: list[Object] | None = Field(None, description="Tools that the model may call.")
+    tool_choice: Annotated[
+        str | Object | None, Said('"auto", "none", "required", or an object that names a function')
+    ] = Field(None, description="`none` leaves the tools out; otherwise the choice is the model's, whatever it says.")
+    response_format: Annotated[ResponseFormat | None, Said('{"type": "text"}, since no answer is held to a schema')] = (
+        Field(None, description="The form of the answer.")
+    )
     role_mapping: dict[str, str] | None = Field(
         None, description="What stands before a role's text, for a model without a chat template."
     )
@@ -218,6 +229,8 @@ def checked(kind: type[GenerationRequest], body: Any, *, allow_chat_template: bo
         given["stop"] = request.stop
     if request.stream_options is not None:
         given["stream_options"] = {"include_usage": request.stream_options.include_usage}
+    if given.get("tool_choice") == "none":
+        given.pop("tools", None)
     return _with_template(given, allowed=allow_chat_template) if kind is ChatRequest else given
 
 
@@ -236,7 +249,7 @@ def _with_template(given: dict[str, Any], *, allowed: bool) -> dict[str, Any]:
             NO_TEMPLATE.format(TEMPLATE if template is not None else f"chat_template_kwargs.{TEMPLATE}")
         )
     elif not isinstance(brought, str):
-        raise RequestRefused(f"chat_template_kwargs.{TEMPLATE} must be a string, not {_shown(brought)}")
+        raise RequestRefused(f"chat_template_kwargs.{TEMPLATE} must be a string, not {shown(brought)}")
     return {**given, "chat_template_kwargs": variables} if variables else given
 
 
@@ -249,9 +262,9 @@ def _told(kind: type[GenerationRequest], given: dict[str, Any], error: Validatio
     text = _wanted(kind, (name,))
     if name in SECRET or (first["type"] == "missing" and not inside):
         return text
-    if not inside:
-        return f"{text}, not {_shown(given[name])}"
-    return f"{text}: {_dotted(inside)} is wrong, {_shown(first['input'])}"
+    if not (place := _dotted(inside)):
+        return f"{text}, not {shown(given[name])}"
+    return f"{text}: {place} is wrong, {shown(first['input'])}"
 
 
 def _wanted(kind: type[GenerationRequest], place: tuple[str, ...]) -> str:
@@ -265,7 +278,7 @@ def _dotted(place: list[str]) -> str:
     return ".".join(_printable(part) for part in place if "[" not in part and part not in ("str", "list", "dict"))
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     """Return a value as JSON has it, cut to be read."""
     if isinstance(value, (list, dict)):
         return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)}"

@@ -21,7 +21,7 @@ import pytest
 import requests
 
 from prefixcache import PrefixCache
-from prefixcache.servers.mlx_lm.http_server import downloaded
+from prefixcache.servers.mlx_lm.model_list import downloaded
 from tests.models.families import MLX_LM_0_31
 from tests.servers.serving import (
     SECONDS,

@@ -88,7 +88,7 @@ def serve(
             exact_prefill=run.exact_prefill,
             log_json=run.log_json,
             salts=salts,
-            rules=ClientRules(requests.hosts(), requests.allow_chat_template, requests.max_context),
+            rules=ClientRules(requests.hosts(), requests.allow_chat_template, requests.max_context, requests.any_model),
             admin_key=key,
             hang_timeout=run.hang_timeout,
         )

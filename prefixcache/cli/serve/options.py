@@ -77,6 +77,13 @@ class RequestOptions:
         int | None,
         typer.Option(min=2, metavar="TOKENS", help="The longest prompt and answer together; default: the model's own."),
     ] = None
+    any_model: Annotated[
+        bool,
+        typer.Option(
+            "--any-model",
+            help="Answer a request for a model that is not on this machine with the one that is served.",
+        ),
+    ] = False
 
     def hosts(self) -> tuple[str, ...]:
         """Return the names that --allowed-hosts lists."""

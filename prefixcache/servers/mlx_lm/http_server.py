@@ -10,19 +10,16 @@ import logging
 import re
 import socket
 import sys
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any, NamedTuple
-
-from huggingface_hub import CacheNotFound, scan_cache_dir
 
 from prefixcache.metrics import prometheus
 from prefixcache.servers import request_log
 from prefixcache.servers.apis import Api
 from prefixcache.servers.apis.messages import Messages, TokenCount
+from prefixcache.servers.mlx_lm import model_list
 from prefixcache.servers.mlx_lm.admin import Admin
 from prefixcache.servers.mlx_lm.admin_http import BODY_HEADERS, PATH, AdminPath
 from prefixcache.servers.mlx_lm.answers import Ended, StepFailed
@@ -55,7 +52,6 @@ KINDS: dict[str, type[GenerationRequest]] = {
 OTHERS: tuple[Api, ...] = (Messages(), TokenCount())
 APIS = {api.path: api for api in OTHERS}
 BODY_LIMIT = 1 << 28  # bytes of a request; images are in it
-LISTED = {"config.json", "model.safetensors.index.json", "tokenizer_config.json"}  # files of a model that mlx-lm lists
 
 
 class Site(NamedTuple):
@@ -167,21 +163,20 @@ class Handler(BaseHTTPRequestHandler):
             self.server.site.admin.answer(self, self.read_body)
         elif self._plain_path == "/metrics":
             self._answer(200, prometheus.render(self.server.site.collector), prometheus.CONTENT_TYPE)
-        elif self.path.startswith("/v1/models"):
-            self._answer(200, json.dumps({"object": "list", "data": self._models()}).encode())
+        elif f"{self._plain_path}/".startswith(f"{model_list.PATH}/"):
+            self._answer_models()
         elif self.path == "/health":
             healthy = self.server.site.generator.is_healthy
             self._answer(200 if healthy else 503, json.dumps({"status": "ok" if healthy else "unavailable"}).encode())
         else:
             self._answer(404, b"Not Found")
 
-    def _models(self) -> list[dict[str, Any]]:
-        """Return the model that is served and those that were downloaded, or of them the one that the path names."""
-        only, served = "/".join(self.path.split("/")[3:]), self.server.site.generator.cli_args.model
-        names = [name for name in downloaded() if only in ("", name)]
-        if served:
-            names.append(str(Path(served).resolve()) if Path(served).exists() else served)
-        return [{"id": name, "object": "model", "created": int(time.time())} for name in dict.fromkeys(names)]
+    def _answer_models(self) -> None:
+        try:
+            models = model_list.listing(self.path, self.server.site.generator.cli_args.model)
+        except RequestRefused as error:
+            return self._refuse(error.status, str(error))
+        self._answer(200, json.dumps(models).encode())
 
     def do_POST(self) -> None:
         if self.path.startswith(PATH):
@@ -212,7 +207,10 @@ class Handler(BaseHTTPRequestHandler):
             connection = self._translation = Translation(self, api, body)
             body = chat
         rules = self.server.site.options.rules
-        return connection, checked(kind or ChatRequest, body, allow_chat_template=rules.allow_chat_template)
+        asked = checked(kind or ChatRequest, body, allow_chat_template=rules.allow_chat_template)
+        if rules.any_model and not model_list.is_here(asked.get("model", model_list.DEFAULT)):
+            asked["model"] = model_list.DEFAULT
+        return connection, asked
 
     def complete(self, completion: Completion, request: Any, answer: Callable[[], None]) -> None:
         """Have mlx-lm answer a request that it has read. Its line of the log says how it ended."""
@@ -302,18 +300,6 @@ def _told(status: int, error: str) -> str:
     """Return an error as the openai client shows it."""
     kind = "server_error" if status >= 500 else "authentication_error" if status == 401 else "invalid_request_error"
     return json.dumps({"error": {"message": error, "type": kind, "code": status}})
-
-
-def downloaded(folder: Path | None = None) -> list[str]:
-    """Names of the models in the Hugging Face cache (`folder`; None: where theirs is) that mlx-lm lists; none where there
-    is no such folder, or none that can be read.
-    """
-    try:
-        repos = scan_cache_dir(folder).repos
-    except (CacheNotFound, ValueError, OSError):
-        return []
-    models = [repo for repo in repos if repo.repo_type == "model" and "main" in repo.refs]
-    return sorted(repo.repo_id for repo in models if {file.file_name for file in repo.refs["main"].files} >= LISTED)
 
 
 def _parsed(body: bytes) -> Any:

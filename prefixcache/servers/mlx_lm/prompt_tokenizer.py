@@ -4,12 +4,12 @@ can't serve it.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from prefixcache.keys import as_tokens
+from prefixcache.servers.chat_messages import TemplateRoles, for_template
 from prefixcache.servers.mlx_lm.client_template import ClientTemplate
 from prefixcache.servers.mlx_lm.context import room_for, too_long
 from prefixcache.servers.mlx_lm.provider import LoadedModel, Provider
@@ -41,7 +41,7 @@ class PromptTokenizer:
             raise RequestRefused(f"{TEMPLATE}: not rendered for messages with images; leave one of them out")
         if loaded is not None:
             check_sampling(args, loaded.vocabulary)
-            if not has_images(request):
+            if not (self._provider.models.reads_images and has_images(request)):
                 request.early_tokens = EarlyTokens(loaded.tokenizer, self._tokenize(loaded, request, args))
             return
         if _brings_template(args):
@@ -75,9 +75,10 @@ class PromptTokenizer:
             rendered = min(rendered, 4 * loaded.context * loaded.longest)  # bytes of UTF-8
             if (least := _characters(request) // loaded.longest) >= loaded.context:
                 raise RequestRefused(too_long(f"at least {least}", loaded.context))
+        roles = loaded.roles
         if _brings_template(args):
-            tokenizer = ClientTemplate(tokenizer, rendered)
-        messages = copy.deepcopy(request.messages)  # mlx-lm rewrites them in place
+            tokenizer, roles = ClientTemplate(tokenizer, rendered), TemplateRoles()
+        messages = for_template(request.messages, roles, images=self._provider.models.reads_images)
         try:
             tokenized = self._by_mlx_lm(tokenizer, replace(request, messages=messages), args)
         except RequestRefused:

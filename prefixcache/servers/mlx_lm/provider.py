@@ -15,6 +15,7 @@ from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache
 from prefixcache.layers import CacheError
 from prefixcache.layers.form import CacheForm
 from prefixcache.layers.image_layout import read
+from prefixcache.servers.chat_messages import TemplateRoles, roles_of
 from prefixcache.servers.loaded_model import form_of
 from prefixcache.servers.mlx_lm.context import context_of
 from prefixcache.servers.mlx_lm.upstream import ModelKey, Models
@@ -25,7 +26,7 @@ log = logging.getLogger("prefixcache")
 
 class LoadedModel(NamedTuple):
     """What the threads of clients may know of the model that is loaded. `context`: tokens of a prompt and its answer, None
-    for no limit. `longest`: characters of its longest token.
+    for no limit. `longest`: characters of its longest token. `roles`: which messages its chat template takes.
     """
 
     key: ModelKey
@@ -33,6 +34,7 @@ class LoadedModel(NamedTuple):
     context: int | None
     vocabulary: int
     longest: int
+    roles: TemplateRoles
 
 
 class BatchLimits(NamedTuple):
@@ -125,8 +127,9 @@ class Provider:
             raise RequestRefused(text, 404)
 
     def _remedy(self) -> str:
-        loaded = self.loaded
-        return "name another" if loaded is None else f"the model {_short(loaded.key[0])} is loaded: name that"
+        if (loaded := self.loaded) is None:
+            return "name another"
+        return f"the model {_short(loaded.key[0])} is loaded: name that, or serve with --any-model"
 
     def weights(self) -> int:
         """Return the bytes of the parameters that are loaded."""
@@ -158,7 +161,8 @@ class Provider:
             vocabulary = tokenizer.get_vocab()
         size = getattr(getattr(self.model, "args", None), "vocab_size", None) or len(vocabulary)
         longest = max(map(len, vocabulary), default=0)
-        return LoadedModel(self.model_key, tokenizer, self._max_context or self._own_context(), size, longest)
+        context = self._max_context or self._own_context()
+        return LoadedModel(self.model_key, tokenizer, context, size, longest, template_roles(tokenizer))
 
     def _own_context(self) -> int | None:
         folder = Path(self.model_key[0])
@@ -182,6 +186,13 @@ class Provider:
             recurrent = True
         concurrency = 1 if recurrent else self._prompt_concurrency
         return BatchLimits(can_trim_prompt_cache(prompt_cache), self.models.is_batchable, concurrency)
+
+
+def template_roles(tokenizer: Any) -> TemplateRoles:
+    """Return which messages the chat template of a model takes; all where it has none, since mlx-lm then has one for it."""
+    if not tokenizer.has_chat_template:
+        return TemplateRoles()
+    return roles_of(lambda chat: tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
 
 
 def _short(value: object) -> str:

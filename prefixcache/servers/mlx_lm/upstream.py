@@ -95,6 +95,11 @@ class Models(server.ModelProvider):
         """Load a model in the place of the one that is loaded, as mlx-lm does."""
         super()._load(*key)
 
+    @property
+    def reads_images(self) -> bool:
+        """Whether the model that is loaded takes images. mlx-lm 0.31 has none that does."""
+        return getattr(self, "processor", None) is not None
+
     def drop(self) -> None:
         """Forget the model that is loaded."""
         if not MLX_LM_0_31:  # which has no `reset`
