@@ -221,7 +221,7 @@ def serving(command: Sequence[str], model: Path, folder: Path, *flags: str) -> I
     log = folder / f"server-{port}.log"
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith("PREFIXCACHE_")},
-        "PYTHONPATH": str(report.ROOT),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(report.ROOT), os.environ.get("PYTHONPATH")])),
         "HF_HUB_OFFLINE": "1",
         "HOME": str(folder),
     }
