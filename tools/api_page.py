@@ -18,6 +18,7 @@ if not __package__:
 
 import prefixcache
 from prefixcache.cli.serve.cache_options import default_text, values_of
+from prefixcache.servers.apis.responses import ResponsesRequest
 from prefixcache.servers.mlx_lm import TieredPromptCache
 from prefixcache.servers.request_schema import ChatRequest, GenerationRequest, TextRequest, rows
 from prefixcache.settings import Settings
@@ -155,7 +156,12 @@ def _between(page: Path, begin: str, table: str, end: str) -> str:
 
 def _requests_table() -> str:
     table = ["| field | value | default | what it is |\n|---|---|---|---|\n"]
-    for kind, where in ((ChatRequest, "Chats: "), (TextRequest, "Texts: "), (GenerationRequest, "")):
+    for kind, where in (
+        (ChatRequest, "Chats: "),
+        (ResponsesRequest, "Responses: "),
+        (TextRequest, "Texts: "),
+        (GenerationRequest, ""),
+    ):
         for row in rows(kind):
             table.append(f"| `{row.name}` | {row.value} | {row.default} | {where}{row.about} |\n")
     return "".join(table)

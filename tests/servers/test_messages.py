@@ -112,7 +112,7 @@ def test_an_answer_says_which_stop_sequence_ended_it(agent: Server):
 
 def test_images_are_refused_by_a_model_that_has_none(served: Server):
     source = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
-    with pytest.raises(anthropic.BadRequestError, match="Only 'text' content type is supported"):
+    with pytest.raises(anthropic.BadRequestError, match="is an image, and the model reads text only"):
         create(served, user([{"type": "image", "source": source}]))
 
 

@@ -19,6 +19,7 @@ from prefixcache.metrics import prometheus
 from prefixcache.servers import request_log
 from prefixcache.servers.apis import Api
 from prefixcache.servers.apis.messages import Messages, TokenCount
+from prefixcache.servers.apis.responses import Responses
 from prefixcache.servers.mlx_lm import model_list
 from prefixcache.servers.mlx_lm.admin import Admin
 from prefixcache.servers.mlx_lm.admin_http import BODY_HEADERS, PATH, AdminPath
@@ -49,7 +50,7 @@ KINDS: dict[str, type[GenerationRequest]] = {
     CHAT_PATH: ChatRequest,
     "/chat/completions": ChatRequest,
 }
-OTHERS: tuple[Api, ...] = (Messages(), TokenCount())
+OTHERS: tuple[Api, ...] = (Messages(), TokenCount(), Responses())
 APIS = {api.path: api for api in OTHERS}
 BODY_LIMIT = 1 << 28  # bytes of a request; images are in it
 
