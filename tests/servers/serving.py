@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cached_property, partial
-from itertools import pairwise
+from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -68,25 +68,31 @@ def _others(weight: mx.array) -> mx.array:
     return weight[mx.random.permutation(weight.shape[0])]
 
 
-def save_parrot(folder: Path, says: Sequence[str], **given: Any) -> Path:
-    """A model that answers with these texts, one token each, whatever it is asked, and then ends.
+def save_parrot(
+    folder: Path, says: Sequence[str], *, after: dict[str, Sequence[str]] | None = None, **given: Any
+) -> Path:
+    """A model that answers with these texts, one token each, whatever it is asked, and then ends; and with those of `after`
+    where its template ends a prompt with another character than a line feed.
 
     Its layers keep rows like any other's, and add nothing to what the last token alone decides.
     """
+    answers = {"\n": says, **(after or {})}
+    says = [said for answer in answers.values() for said in answer]
     save_model(folder, vocab_size=VOCABULARY + len(says), **given)
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     tokens = range(VOCABULARY, VOCABULARY + len(says))
     plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
     tokenizer["added_tokens"] += [{"id": i, "content": said, **plain} for i, said in zip(tokens, says, strict=True)]
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    begins = load_tokenizer(str(folder)).encode("\n")[-1]  # what the template ends with
+    encode = load_tokenizer(str(folder)).encode
     weights = mx.load(str(folder / "model.safetensors"))
     assert isinstance(weights, dict)
     for name in weights:
         if name.endswith(("o_proj.weight", "down_proj.weight", "embed_tokens.weight", "lm_head.weight")):
             weights[name] = mx.zeros_like(weights[name])
-    chain = [begins, *tokens, 1]
-    for i, (token, following) in enumerate(pairwise(chain)):
+    rest = iter(tokens)
+    chains = [[encode(end)[-1], *islice(rest, len(answer)), 1] for end, answer in answers.items()]
+    for i, (token, following) in enumerate(chain.from_iterable(map(pairwise, chains))):
         weights["model.embed_tokens.weight"][token, i] = 1
         weights["lm_head.weight"][following, i] = 5
     mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})

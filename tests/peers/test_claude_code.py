@@ -1,0 +1,127 @@
+"""Claude Code itself, of npm's registry, against `prefixcache serve`: it asks `/v1/messages`, and its shell does what the
+model says.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.peers.npm import installed
+from tests.servers.serving import Server, at_once, save_parrot, serving
+
+VERSION = "2.1.197"
+CALL = ["<tool_call>", '{"name": "Bash", "arguments": {"command": "grep -c alpha notes.txt"}}', "</tool_call>"]
+STEPS = 2  # calls of the tool, before the answer
+TEMPLATE = (  # tools in front, and a prompt's end that says how many results it has since its user spoke
+    "{{ bos_token }}{% if tools %}<|system|>\nTools: {{ tools | tojson }}<|end|>\n{% endif %}{% set ns = namespace(done=0) %}"
+    "{% for m in messages %}{% if m.role == 'tool' %}{% set ns.done = ns.done + 1 %}"
+    "{% elif m.role == 'user' %}{% set ns.done = 0 %}{% endif %}"
+    "{{ '<|' + m.role + '|>\n' + (m.content or '') }}"
+    "{% for call in m.tool_calls or [] %}{% set tool_call = call.function %}"
+    "<tool_call>{{ {'name': tool_call.name, 'arguments': tool_call.arguments} | tojson }}</tool_call>{% endfor %}"
+    "<|end|>\n{% endfor %}{% if add_generation_prompt %}<|assistant|>{{ '\n' if ns.done < STEPS else '.' }}{% endif %}"
+).replace("STEPS", str(STEPS))
+
+
+@pytest.fixture(scope="module")
+def claude() -> Path:
+    return installed("@anthropic-ai/claude-code", VERSION) / "claude"
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Any:
+    """What serves a model that calls the shell twice and then answers, as often as it is started."""
+    model = save_parrot(
+        tmp_path / "model",
+        CALL,
+        after={".": ["Two lines ", "have alpha."]},
+        template=TEMPLATE,
+        max_position_embeddings=1 << 17,
+    )
+
+    @contextmanager
+    def started(name: str) -> Iterator[Server]:
+        with serving(
+            tmp_path / f"{name}.log", "--model", model, "--ssd-dir", tmp_path / "ssd", "--ssd", "1GB"
+        ) as server:
+            yield server
+
+    return started
+
+
+def run(claude: Path, server: Server, home: Path, prompt: str, *flags: str) -> dict[str, Any]:
+    """One turn, in a folder that has notes.txt. What Claude Code says of it."""
+    folder = home.parent / "work"
+    folder.mkdir(exist_ok=True)
+    (folder / "notes.txt").write_text("alpha\nbeta\nalpha\n")
+    home.mkdir(exist_ok=True)
+    environment = {
+        "PATH": os.environ["PATH"],
+        "HOME": str(home),
+        "ANTHROPIC_BASE_URL": server.url,
+        "ANTHROPIC_AUTH_TOKEN": "none",
+        "ANTHROPIC_MODEL": "default_model",
+        "ANTHROPIC_DEFAULT_HAIKU_MODEL": "default_model",
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+        "DISABLE_AUTOUPDATER": "1",
+    }
+    command = [
+        str(claude),
+        "-p",
+        prompt,
+        "--tools",
+        "Bash",
+        "--allowedTools",
+        "Bash",
+        "--output-format",
+        "json",
+        *flags,
+    ]
+    done = subprocess.run(
+        command, env=environment, cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=250
+    )
+    assert done.returncode == 0, done.stdout + done.stderr + server.said()
+    said: dict[str, Any] = json.loads(done.stdout)
+    return said
+
+
+def check(said: dict[str, Any]) -> None:
+    assert (said["is_error"], said["result"]) == (False, "Two lines have alpha.")
+    assert said["num_turns"] == STEPS + 1
+
+
+def prompt_of(said: dict[str, Any]) -> int:
+    """The tokens of all prompts of a turn."""
+    usage = said["usage"]
+    return usage["cache_read_input_tokens"] + usage["cache_creation_input_tokens"] + usage["input_tokens"]
+
+
+def test_a_session_calls_its_tools_and_goes_on_after_a_restart_four_at_once(claude, agent, tmp_path):
+    home = tmp_path / "home"
+    with agent("first") as server:
+        first = run(claude, server, home, "How many lines have alpha?")
+        check(first)
+        read = first["usage"]["cache_read_input_tokens"]
+        assert read > 0.6 * prompt_of(first)  # the first of its requests computes all, the others read
+    goes_on = "--resume", first["session_id"], "--fork-session"
+    with agent("second") as server:
+        for turn in at_once([lambda i=i: run(claude, server, home, f"And beta, {i}?", *goes_on) for i in range(4)]):
+            check(turn)
+            assert turn["usage"]["cache_read_input_tokens"] > read
+
+
+def test_four_sessions_at_once_are_served_each_its_own(claude, agent, tmp_path):
+    with agent("served") as server:
+        for i, said in enumerate(
+            at_once([lambda i=i: run(claude, server, tmp_path / f"home{i}", f"{i}?") for i in range(4)])
+        ):
+            check(said)
+            assert said["usage"]["cache_read_input_tokens"] > 0.6 * prompt_of(said), i
