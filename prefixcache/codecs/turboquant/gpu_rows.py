@@ -126,17 +126,17 @@ def measure_levels(rows: mx.array, centred: bool, firsts: Sequence[int]) -> Lazy
 
 def for_both(levels: LazyLevels, form: Form) -> tuple[mx.array, mx.array]:
     """Return what `for_encoding` and `for_decoding` give, of levels that were measured on the GPU and are there. Lazy."""
-    weights = mx.take(_constants().weights, levels.steps.astype(mx.uint32))
+    weights = mx.take(_step_tables().weights, levels.steps.astype(mx.uint32))
     return mx.stack([levels.mean.astype(mx.float32), weights]), for_decoding_lazily(levels, form)
 
 
 def for_decoding_lazily(levels: LazyLevels, form: Form) -> mx.array:
     """Return what `for_decoding` gives, of an image's numbers that are on the GPU. Lazy."""
-    spread = _gain(form) * mx.take(_constants().divisors, levels.steps.astype(mx.uint32))
+    spread = _gain(form) * mx.take(_step_tables().divisors, levels.steps.astype(mx.uint32))
     return mx.stack([levels.mean.astype(mx.float32), spread])
 
 
-class Constants(NamedTuple):
+class StepTables(NamedTuple):
     """By number of steps: what levelled rows are divided and multiplied by, float32, on the GPU."""
 
     divisors: mx.array
@@ -144,11 +144,11 @@ class Constants(NamedTuple):
 
 
 @lru_cache(maxsize=1)
-def _constants() -> Constants:
+def _step_tables() -> StepTables:
     """Return what is made once: each copy to the GPU takes as long as encoding a chunk."""
-    constants = Constants(_in_gpu_memory(DIVISORS), _in_gpu_memory(np.float32(1) / DIVISORS))
-    mx.eval(constants)
-    return constants
+    tables = StepTables(_in_gpu_memory(DIVISORS), _in_gpu_memory(np.float32(1) / DIVISORS))
+    mx.eval(tables)
+    return tables
 
 
 @lru_cache(maxsize=64)

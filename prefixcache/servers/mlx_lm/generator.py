@@ -296,6 +296,7 @@ class Generator:
         """Return a request's wait. None: it waits for nothing, and is under way from here on."""
         prompt, request_log = tokenized.prompt, _log_of(request)
         match = self.prompts.promotions.match(prompt)
+        self.prompts.hear_of_chunks(all_of_them=False)  # they count in `match`
         if request_log.depths is None:
             request_log.depths = HitDepths(*match)
             promotions = self.prompts.promotions.begin(prompt, match)

@@ -207,6 +207,7 @@ class BlockKeeper:
 
     def keep(self, prompt_responses: Any, generated: Any, requests: Mapping[int, TokenizedRequest | None]) -> None:
         """Keep what a step has made whole. A response's end of a segment is the caller's, not that of a piece."""
+        self._prompts.hear_of_chunks(all_of_them=False)  # others wait for them
         for response in prompt_responses:
             if not response.end_of_prompt:
                 done, total = response.progress

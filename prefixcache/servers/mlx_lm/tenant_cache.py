@@ -99,7 +99,7 @@ class TenantPromptCache(TieredPromptCache):
         stored = self._seen(request, tokens)
         if cache_type != "assistant" and any(chunk.has(stored) for chunk in self._behind):
             return  # before the first token, which is not to wait for it
-        self._hear_of_chunks(all_of_them=True)
+        self.hear_of_chunks(all_of_them=True)
         is_answered = cache_type == "assistant" and self.cache.settings.hot != 0
         kept = super().insert_cache(
             model,
@@ -122,7 +122,7 @@ class TenantPromptCache(TieredPromptCache):
             return
         if self.cache.ranks is not None:
             mx.eval([layer.state for layer in layers])  # a peer that is gone ends the request, not this store alone
-        self._hear_of_chunks(all_of_them=False)
+        self.hear_of_chunks(all_of_them=False)
         with self._turn:
             try:
                 seen = self._seen(request, tokens)
@@ -134,7 +134,7 @@ class TenantPromptCache(TieredPromptCache):
             except Exception as error:
                 self._fail(error)
 
-    def _hear_of_chunks(self, *, all_of_them: bool) -> None:
+    def hear_of_chunks(self, *, all_of_them: bool) -> None:
         """Hear how the stores of chunks ended that a thread of the cache was left: those that have, or wait for all."""
         while self._behind and (all_of_them or self._behind[0].stored.done()):
             chunk = self._behind.popleft()
