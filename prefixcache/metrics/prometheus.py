@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from prometheus_client import CONTENT_TYPE_LATEST as CONTENT_TYPE
 from prometheus_client import CollectorRegistry, generate_latest
@@ -30,10 +30,17 @@ from prefixcache.metrics.stats import Counters, Stats
 if TYPE_CHECKING:
     from prefixcache.cache import PrefixCache
 
-__all__ = ["CONTENT_TYPE", "CacheCollector", "render"]
+__all__ = ["CONTENT_TYPE", "CacheCollector", "ServerCollector", "render"]
 
 NO_LABEL = "none"
 Numbers = dict[str, float]  # by the value of the metric's one label; summed over the label they mean something
+
+
+class Changes(Protocol):
+    """What counts the prompts that rules have changed."""
+
+    def changed(self) -> Numbers:
+        """Return how many prompts each rule has changed."""
 
 
 class Series(NamedTuple):
@@ -209,6 +216,15 @@ REMOTE_STATE = (
     Series("remote_queued_images", "Images that wait to be sent.", "queued"),
 )
 
+SERVER_EVENTS = (  # since the server started, of what a server counts
+    Series(
+        "canonical_prompts",
+        "Prompts that a rule of canonical text has changed.",
+        lambda counts: counts.changed(),
+        "rule",
+    ),
+)
+
 
 class CacheCollector(Collector):
     """A PrefixCache's numbers, read when they are asked for. One for each process: metrics don't say of which cache.
@@ -236,6 +252,16 @@ class CacheCollector(Collector):
             yield from _metrics(CounterMetricFamily, REMOTE_EVENTS, stats.remote)
             yield from _metrics(GaugeMetricFamily, REMOTE_STATE, stats.remote)
             yield from _metrics(HistogramMetricFamily, REMOTE_DURATIONS, stats.remote)
+
+
+class ServerCollector(Collector):
+    """What `prefixcache serve` counts beside its cache, read when it is asked for."""
+
+    def __init__(self, counts: Changes):
+        self._counts = counts
+
+    def collect(self) -> Iterator[Metric]:
+        yield from _metrics(CounterMetricFamily, SERVER_EVENTS, self._counts)
 
 
 def render(*collectors: Collector) -> bytes:

@@ -7,12 +7,14 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from itertools import takewhile
 from os import PathLike
 from pathlib import Path
 from typing import Any
+
+from prefixcache.servers.canonical import TemplateChat, canonical
 
 CHAT, TEXT = ("messages", "tools", "chat_template_kwargs"), ("prompt",)
 KEYS = (*CHAT, *TEXT, "cache_salt")
@@ -39,6 +41,11 @@ class WarmPrompt:
     text: str = field(default="", repr=False)
     salt: bytes = field(default=b"", repr=False)
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict, repr=False)
+
+    def canonical(self) -> WarmPrompt:
+        """Return the prompt in the text that a server has of such requests, unless it was started with --no-canonical."""
+        chat = canonical(TemplateChat(list(self.messages), list(self.tools)))
+        return replace(self, messages=tuple(chat.messages), tools=tuple(chat.tools or ()))
 
 
 @dataclass(frozen=True)

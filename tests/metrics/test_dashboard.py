@@ -15,7 +15,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from prefixcache import PrefixCache
-from prefixcache.metrics.prometheus import CacheCollector, render
+from prefixcache.metrics.prometheus import CacheCollector, ServerCollector, render
+from prefixcache.servers.canonical import CanonicalText
 from tests.models import states
 
 ROOT = Path(__file__).parents[2]
@@ -44,7 +45,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, d
     with PrefixCache(ram="10MB", codec="raw", ssd_dir=folder, ssd="50MB", remote=engine) as cache:
         tokens = list(range(300))
         cache.store(tokens, states.sliceable(tokens), model="m")
-        page = render(CacheCollector(cache)).decode()
+        page = render(CacheCollector(cache), ServerCollector(CanonicalText())).decode()
     for family in text_string_to_metric_families(page):
         for sample in family.samples:
             _, labels = found.setdefault(sample.name, (family.type, {}))

@@ -88,7 +88,13 @@ def serve(
             exact_prefill=run.exact_prefill,
             log_json=run.log_json,
             salts=salts,
-            rules=ClientRules(requests.hosts(), requests.allow_chat_template, requests.max_context, requests.any_model),
+            rules=ClientRules(
+                requests.hosts(),
+                requests.allow_chat_template,
+                requests.max_context,
+                requests.any_model,
+                canonical=not requests.no_canonical,
+            ),
             admin_key=key,
             hang_timeout=run.hang_timeout,
         )
@@ -120,6 +126,8 @@ def _warm(prompts: list[WarmPrompt], salts: Salts, generator: Generator) -> None
 
     provider, prompt_cache = generator.model_provider, generator.prompts
     prompts = _hittable(prompts, salts)
+    if generator.canonical.enabled:
+        prompts = [prompt.canonical() for prompt in prompts]
     if prompt_cache.cache.ranks is not None:
         prompts = prompt_cache.cache.ranks.from_first(prompts)
     if not prompts:

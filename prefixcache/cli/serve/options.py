@@ -84,6 +84,14 @@ class RequestOptions:
             help="Answer a request for a model that is not on this machine with the one that is served.",
         ),
     ] = False
+    no_canonical: Annotated[
+        bool,
+        typer.Option(
+            "--no-canonical",
+            help="Leave the text of prompts as clients and the model's template have it, though what means the same is "
+            "then other tokens.",
+        ),
+    ] = False
 
     def hosts(self) -> tuple[str, ...]:
         """Return the names that --allowed-hosts lists."""

@@ -25,6 +25,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from prefixcache.byte_sizes import size
 from prefixcache.cache import PrefixCache, usable_memory
 from prefixcache.keys import as_tokens
+from prefixcache.servers.canonical import CanonicalText
 from prefixcache.servers.in_flight import Admission, Awaited, Computing
 from prefixcache.servers.loaded_model import calibration_of, compile_kernels
 from prefixcache.servers.mlx_lm.answers import Answers, Ended
@@ -60,9 +61,11 @@ class Generator:
         before: Callable[[Generator], None],
         *,
         exact_prefill: bool = False,
+        canonical: bool = True,
         turns: Turns | None = None,
     ):
         self.model_provider = provider
+        self.canonical = CanonicalText(enabled=canonical)
         self.turns = turns or Turns()
         self.ready = threading.Event()
         self.failure: BaseException | None = None
@@ -78,7 +81,7 @@ class Generator:
         self.prompts = TenantPromptCache(cache, self._stored, _rows_suffix(provider.cli_args), exact_prefill)
         provider.on_load = self._loaded
         self.loop = Loop(provider.models, self.prompts, self, TimeBudget(self.request_waits, self.turns.seconds))
-        self.prompt_tokenizer = PromptTokenizer(provider, self.loop.tokenize)
+        self.prompt_tokenizer = PromptTokenizer(provider, self.loop.tokenize, self.canonical)
         self.requests = self.loop.requests
         self.thread = self.loop.begin(self.run, self.turns.thread)
 

@@ -15,6 +15,8 @@ from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple
 
+from prometheus_client.registry import Collector
+
 from prefixcache.metrics import prometheus
 from prefixcache.servers import request_log
 from prefixcache.servers.apis import Api
@@ -60,14 +62,15 @@ class Site(NamedTuple):
 
     generator: Generator
     admin: AdminPath
-    collector: prometheus.CacheCollector
+    collectors: tuple[Collector, ...]
     options: ServeOptions
 
     @classmethod
     def of(cls, generator: Generator, options: ServeOptions) -> Site:
         """Return the paths of a generator, as its server was asked to serve."""
         admin = AdminPath(Admin(generator, options.salts), options.admin_key)
-        return cls(generator, admin, prometheus.CacheCollector(generator.prompts.cache), options)
+        of_cache = prometheus.CacheCollector(generator.prompts.cache)
+        return cls(generator, admin, (of_cache, prometheus.ServerCollector(generator.canonical)), options)
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -163,7 +166,7 @@ class Handler(BaseHTTPRequestHandler):
         if self.path.startswith(PATH):
             self.server.site.admin.answer(self, self.read_body)
         elif self._plain_path == "/metrics":
-            self._answer(200, prometheus.render(self.server.site.collector), prometheus.CONTENT_TYPE)
+            self._answer(200, prometheus.render(*self.server.site.collectors), prometheus.CONTENT_TYPE)
         elif f"{self._plain_path}/".startswith(f"{model_list.PATH}/"):
             self._answer_models()
         elif self.path == "/health":

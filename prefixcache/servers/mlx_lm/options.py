@@ -13,13 +13,14 @@ from prefixcache.servers.salts import BY_CACHE_SALT, Salts
 class ClientRules(NamedTuple):
     """What a server takes of its clients. `allowed_hosts`: names of the server, beside those that it was bound to.
     `max_context`: tokens of a prompt and its answer, in the place of the model's own. `any_model`: a request for a model that
-    is not on this machine gets the one that is served.
+    is not on this machine gets the one that is served. `canonical`: what means the same becomes the same tokens.
     """
 
     allowed_hosts: tuple[str, ...] = ()
     allow_chat_template: bool = False
     max_context: int | None = None
     any_model: bool = False
+    canonical: bool = True
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from prefixcache.keys import as_tokens
+from prefixcache.servers.canonical import CanonicalText, TemplateChat
 from prefixcache.servers.chat_messages import TemplateRoles, for_template
 from prefixcache.servers.mlx_lm.client_template import ClientTemplate
 from prefixcache.servers.mlx_lm.context import room_for, too_long
@@ -27,10 +28,10 @@ class EarlyTokens(NamedTuple):
 
 
 class PromptTokenizer:
-    """Tokenizes prompts of one server by `tokenize`, which is mlx-lm's."""
+    """Tokenizes prompts of one server by `tokenize`, which is mlx-lm's, in the text that `canonical` makes of them."""
 
-    def __init__(self, provider: Provider, tokenize: Callable[[Any, Any, Any], Any]):
-        self._provider, self._by_mlx_lm = provider, tokenize
+    def __init__(self, provider: Provider, tokenize: Callable[[Any, Any, Any], Any], canonical: CanonicalText):
+        self._provider, self._by_mlx_lm, self._canonical = provider, tokenize, canonical
 
     def tokenize_early(self, request: Any, args: Any) -> None:
         """Tokenize a prompt on its client's thread, if its model is loaded; else check that the model can be loaded. A prompt
@@ -80,7 +81,8 @@ class PromptTokenizer:
             tokenizer, roles = ClientTemplate(tokenizer, rendered), TemplateRoles()
         messages = for_template(request.messages, roles, images=self._provider.models.reads_images)
         try:
-            tokenized = self._by_mlx_lm(tokenizer, replace(request, messages=messages), args)
+            messages, tools = self._canonical.of(TemplateChat(messages, request.tools))
+            tokenized = self._by_mlx_lm(tokenizer, replace(request, messages=messages, tools=tools), args)
         except RequestRefused:
             raise
         except Exception as error:  # of the template, or of what mlx-lm does with messages, tools and images

@@ -45,7 +45,9 @@ def serve(settings: Settings, flags: Sequence[str], options: ServeOptions) -> No
         ):
             stats_at_open = cache.stats()
             provider = Provider(args, options.rules.max_context)
-            generator = Generator(provider, cache, options.before, exact_prefill=options.exact_prefill)
+            generator = Generator(
+                provider, cache, options.before, exact_prefill=options.exact_prefill, canonical=options.rules.canonical
+            )
             try:
                 run(server, generator, ending, stats_at_open, options)
             finally:

@@ -155,7 +155,14 @@ def _begin(
         end_with_others.cache = cache = PrefixCache(settings, group=group)
         stats_at_open, turns = cache.stats(), RankTurns(ranks, watch)
         provider = Provider(args, options.rules.max_context, RankLoading(ranks, watch))
-        generator = Generator(provider, cache, options.before, exact_prefill=options.exact_prefill, turns=turns)
+        generator = Generator(
+            provider,
+            cache,
+            options.before,
+            exact_prefill=options.exact_prefill,
+            canonical=options.rules.canonical,
+            turns=turns,
+        )
         return Rank(server, cache, stats_at_open, generator, watch)
     except BaseException as error:
         watch.close(f"rank {ranks.rank} could not go on: {error}")
