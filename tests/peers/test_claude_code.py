@@ -7,28 +7,17 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.peers.npm import installed
-from tests.servers.serving import Server, at_once, save_parrot, serving
+from tests.peers.scripted_agent import SAYS, SHELL, STEPS, ScriptedAgent, work_folder
+from tests.servers.serving import Server, at_once
 
 VERSION = "2.1.197"
-CALL = ["<tool_call>", '{"name": "Bash", "arguments": {"command": "grep -c alpha notes.txt"}}', "</tool_call>"]
-STEPS = 2  # calls of the tool, before the answer
-TEMPLATE = (  # tools in front, and a prompt's end that says how many results it has since its user spoke
-    "{{ bos_token }}{% if tools %}<|system|>\nTools: {{ tools | tojson }}<|end|>\n{% endif %}{% set ns = namespace(done=0) %}"
-    "{% for m in messages %}{% if m.role == 'tool' %}{% set ns.done = ns.done + 1 %}"
-    "{% elif m.role == 'user' %}{% set ns.done = 0 %}{% endif %}"
-    "{{ '<|' + m.role + '|>\n' + (m.content or '') }}"
-    "{% for call in m.tool_calls or [] %}{% set tool_call = call.function %}"
-    "<tool_call>{{ {'name': tool_call.name, 'arguments': tool_call.arguments} | tojson }}</tool_call>{% endfor %}"
-    "<|end|>\n{% endfor %}{% if add_generation_prompt %}<|assistant|>{{ '\n' if ns.done < STEPS else '.' }}{% endif %}"
-).replace("STEPS", str(STEPS))
+CALL = json.dumps({"name": "Bash", "arguments": {"command": SHELL}})
 
 
 @pytest.fixture(scope="module")
@@ -37,32 +26,13 @@ def claude() -> Path:
 
 
 @pytest.fixture
-def agent(tmp_path: Path) -> Any:
-    """What serves a model that calls the shell twice and then answers, as often as it is started."""
-    model = save_parrot(
-        tmp_path / "model",
-        CALL,
-        after={".": ["Two lines ", "have alpha."]},
-        template=TEMPLATE,
-        max_position_embeddings=1 << 17,
-    )
-
-    @contextmanager
-    def started(name: str) -> Iterator[Server]:
-        with serving(
-            tmp_path / f"{name}.log", "--model", model, "--ssd-dir", tmp_path / "ssd", "--ssd", "1GB"
-        ) as server:
-            yield server
-
-    return started
+def agent(tmp_path: Path) -> ScriptedAgent:
+    return ScriptedAgent(tmp_path, CALL)
 
 
 def run(claude: Path, server: Server, home: Path, prompt: str, *flags: str) -> dict[str, Any]:
     """One turn, in a folder that has notes.txt. What Claude Code says of it."""
-    folder = home.parent / "work"
-    folder.mkdir(exist_ok=True)
-    (folder / "notes.txt").write_text("alpha\nbeta\nalpha\n")
-    home.mkdir(exist_ok=True)
+    folder = work_folder(home)
     environment = {
         "PATH": os.environ["PATH"],
         "HOME": str(home),
@@ -94,7 +64,7 @@ def run(claude: Path, server: Server, home: Path, prompt: str, *flags: str) -> d
 
 
 def check(said: dict[str, Any]) -> None:
-    assert (said["is_error"], said["result"]) == (False, "Two lines have alpha.")
+    assert (said["is_error"], said["result"]) == (False, "".join(SAYS))
     assert said["num_turns"] == STEPS + 1
 
 
@@ -106,20 +76,20 @@ def prompt_of(said: dict[str, Any]) -> int:
 
 def test_a_session_calls_its_tools_and_goes_on_after_a_restart_four_at_once(claude, agent, tmp_path):
     home = tmp_path / "home"
-    with agent("first") as server:
+    with agent.serving("first") as server:
         first = run(claude, server, home, "How many lines have alpha?")
         check(first)
         read = first["usage"]["cache_read_input_tokens"]
         assert read > 0.6 * prompt_of(first)  # the first of its requests computes all, the others read
     goes_on = "--resume", first["session_id"], "--fork-session"
-    with agent("second") as server:
+    with agent.serving("second") as server:
         for turn in at_once([lambda i=i: run(claude, server, home, f"And beta, {i}?", *goes_on) for i in range(4)]):
             check(turn)
             assert turn["usage"]["cache_read_input_tokens"] > read
 
 
 def test_four_sessions_at_once_are_served_each_its_own(claude, agent, tmp_path):
-    with agent("served") as server:
+    with agent.serving("served") as server:
         for i, said in enumerate(
             at_once([lambda i=i: run(claude, server, tmp_path / f"home{i}", f"{i}?") for i in range(4)])
         ):
