@@ -79,7 +79,7 @@ def chunks_of(chat: dict[str, Any], cut: st.DataObject) -> Iterator[dict[str, An
 
 def events_of(request: dict[str, Any], chunks: Iterator[dict[str, Any]]) -> list[Event]:
     stream = API.stream(request)
-    return [event for chunk in chunks for event in stream.take(chunk)] + stream.end()
+    return [event for chunk in chunks for event in [*stream.take(chunk), *stream.keep_alive()]] + stream.end()
 
 
 def read_by_client(events: list[Event]) -> Message:
@@ -111,7 +111,8 @@ def test_a_stream_says_what_a_whole_answer_says_and_both_are_of_anthropics_types
     whole = Message.model_validate(API.answer(request, copy.deepcopy(chat)))
     events = events_of(request, chunks_of(chat, cut))
     for event in events:
-        TypeAdapter(RawMessageStreamEvent).validate_python(event.data)
+        if event.name != "ping":
+            TypeAdapter(RawMessageStreamEvent).validate_python(event.data)
         assert event.name == event.data["type"]
     assert plain(read_by_client(events)) == plain(whole)
 

@@ -26,6 +26,9 @@ class EventStream(Protocol):
         may have `stop_reason`, too: which of the request's `stop` texts ended the answer.
         """
 
+    def keep_alive(self) -> list[Event]:
+        """Return events that say no more than that the answer goes on. Where an API has none, a comment is sent."""
+
     def end(self) -> list[Event]:
         """Return the events that end a whole answer, after its last chunk."""
 

@@ -14,7 +14,7 @@ from prefixcache.servers.apis import Event, Json
 from prefixcache.servers.request_schema import ChatRequest
 
 RENAMED = {"stop_sequences": "stop"}  # fields, as the chat calls them
-PASSED_ON = {*ChatRequest.model_fields, "n"} - {"messages", "tools", "stop", "stream_options"}
+PASSED_ON = {*ChatRequest.model_fields} - {"messages", "tools", "tool_choice", "stop", "stream_options"}
 STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 ERRORS = {
     401: "authentication_error",
@@ -368,6 +368,9 @@ class MessageStream:
                 events += self._call(call)
             self._last_choice = choice
         return events
+
+    def keep_alive(self) -> list[Event]:
+        return [Event("ping", {"type": "ping"})]
 
     def end(self) -> list[Event]:
         usage = _usage(self._request, self._usage)

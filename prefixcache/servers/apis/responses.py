@@ -308,6 +308,10 @@ class ResponseStream:
             self._response["usage"] = _usage(chunk["usage"])
         return events
 
+    def keep_alive(self) -> list[Event]:
+        """Return no events: this API has none that say nothing."""
+        return []
+
     def end(self) -> list[Event]:
         """Return the events that end a whole answer."""
         whole = self._finish != "length"

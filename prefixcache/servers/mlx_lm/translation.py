@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from prefixcache.servers.apis import Api, Event, Json
+from prefixcache.servers.apis import Api, Event, EventStream, Json
 from prefixcache.servers.request_log import COUNTED
 from prefixcache.servers.request_schema import STOP_LIMIT
 
 CHAT_PATH = "/v1/chat/completions"
+QUIET_SECONDS = (
+    10.0  # without a word to the client, as while a long call of a tool is generated: then it hears that there is one
+)
 
 
 class Translation:
@@ -28,6 +32,7 @@ class Translation:
         self._completion: Any = None
         self._context: Any = None  # of the answer, once the prompt's turn has come
         self._has_begun = False
+        self._sent_at = time.monotonic()
         self._tokens: deque[int] = deque(maxlen=2 * STOP_LIMIT)  # the last ones of the answer
         self.wfile = self
         self.send_response, self.send_cors_headers = http.send_response, http.send_cors_headers
@@ -46,6 +51,8 @@ class Translation:
     def _watch(self, responses: Iterable[Any]) -> Iterator[Any]:
         for response in responses:
             self._tokens.append(response.token)
+            if self._events is not None and time.monotonic() - self._sent_at > QUIET_SECONDS:
+                self._keep_alive(self._events)
             yield response
 
     def _count(self, request: Any) -> None:
@@ -74,13 +81,11 @@ class Translation:
             self._http.end_headers()
             self._http.wfile.write(body)
             return
-        if not self._has_begun:
-            self._has_begun = True
-            self._send(self._events.take(self._first_chunk()))
         field, _, value = data.partition(b": ")
-        if not field:
-            self._http.wfile.write(data)  # a comment, which keeps the connection alive
-        elif value.strip() == b"[DONE]":
+        if not field:  # a comment
+            return self._keep_alive(self._events)
+        self._begin(self._events)
+        if value.strip() == b"[DONE]":
             self._send(self._events.end())
         else:
             self._send(self._events.take(self._told_why(json.loads(value))))
@@ -93,7 +98,21 @@ class Translation:
         assert self._events is not None
         self._send(self._events.fail(status, message))
 
+    def _begin(self, stream: EventStream) -> None:
+        if not self._has_begun:
+            self._has_begun = True
+            self._send(stream.take(self._first_chunk()))
+
+    def _keep_alive(self, stream: EventStream) -> None:
+        self._begin(stream)
+        events = stream.keep_alive()
+        self._send(events)
+        if not events:
+            self._http.wfile.write(b": keepalive\n\n")
+        self.flush()
+
     def _send(self, events: Iterable[Event]) -> None:
+        self._sent_at = time.monotonic()
         for event in events:
             self._http.wfile.write(f"event: {event.name}\ndata: {json.dumps(event.data)}\n\n".encode())
 
