@@ -18,6 +18,7 @@ if not __package__:
 
 import prefixcache
 from prefixcache.cli.serve.cache_options import default_text, values_of
+from prefixcache.servers.apis.messages import MessagesRequest
 from prefixcache.servers.apis.responses import ResponsesRequest
 from prefixcache.servers.mlx_lm import TieredPromptCache
 from prefixcache.servers.request_schema import ChatRequest, GenerationRequest, TextRequest, rows
@@ -158,6 +159,7 @@ def _requests_table() -> str:
     table = ["| field | value | default | what it is |\n|---|---|---|---|\n"]
     for kind, where in (
         (ChatRequest, "Chats: "),
+        (MessagesRequest, "Messages: "),
         (ResponsesRequest, "Responses: "),
         (TextRequest, "Texts: "),
         (GenerationRequest, ""),

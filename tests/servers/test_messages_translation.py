@@ -284,7 +284,7 @@ def test_fields_are_the_chats_by_its_names_and_those_it_has_not_are_left_out(giv
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"messages": "hello"}, r'^messages must be a list of objects, not "hello"'),
+        ({"messages": "hello"}, r'^messages must be a list of objects such as .*, not "hello"'),
         (
             {"messages": [{"role": "tool", "content": "a"}]},
             r"^messages\[0\]\.role must be one of user, assistant, system",
@@ -299,10 +299,13 @@ def test_fields_are_the_chats_by_its_names_and_those_it_has_not_are_left_out(giv
         ({"messages": [said_by("assistant", IMAGE)]}, r"content\[0\]: an assistant's message has no image here"),
         ({"messages": [said_by("user", {"type": "tool_result"})]}, r"content\[0\]\.tool_use_id must be a text"),
         ({"messages": [said_by("assistant", {"type": "tool_use", "input": "a"})]}, r"\.input must be an object"),
-        ({"system": 3}, "^system must be a text or a list of objects, not 3"),
+        ({"system": 3}, "^system must be a text or a list of blocks, not 3"),
         ({"tools": [{"input_schema": {}}]}, r"^tools\[0\]\.name must be a text, not null"),
-        ({"tool_choice": "auto"}, "^tool_choice.type must be auto, any, none or tool"),
-        ({"thinking": True}, "^thinking.type must be enabled, adaptive or disabled"),
+        ({"tool_choice": "auto"}, "^tool_choice must be an object such as"),
+        ({"tool_choice": {}}, "^tool_choice.type must be auto, any, none or tool, not null"),
+        ({"stop_sequences": ["", "a"]}, "^stop_sequences must be a list of strings"),
+        ({"thinking": True}, "^thinking must be an object such as"),
+        ({"thinking": {"type": 1}}, "^thinking.type must be enabled, adaptive or disabled, not 1"),
     ],
 )
 def test_what_cant_be_translated_is_named(given, told):

@@ -46,8 +46,7 @@ class Api(Protocol):
 
     def chat_request(self, body: Json) -> Json:
         """Return the chat request that a request means. `request_schema` checks the fields that are passed on as they are;
-        a streamed one asks for its usage. ValueError for what can't be translated: its text is the client's, and names the
-        field, the value and the remedy.
+        a streamed one asks for its usage. RequestRefused for what can't be translated.
         """
 
     def answer(self, request: Json, chat: Json) -> Json:

@@ -1,6 +1,6 @@
-"""Anthropic's Messages API: `/v1/messages` and `/v1/messages/count_tokens`, as a chat request and its answer.
+"""Anthropic's Messages API: `/v1/messages` and `/v1/messages/count_tokens`, as a chat request and its answer (decision 0043).
 
-What a request may say beside its messages, tools and system text is what a chat request may say, under the names of that API.
+How an answer is sampled is said as in a chat request.
 """
 
 from __future__ import annotations
@@ -8,13 +8,20 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from prefixcache.servers.apis import Event, Json
-from prefixcache.servers.request_schema import ChatRequest
+from prefixcache.servers.request_schema import STOPS, GenerationRequest, RequestRefused, Said, Stop, checked, shown
 
-RENAMED = {"stop_sequences": "stop"}  # fields, as the chat calls them
-PASSED_ON = {*ChatRequest.model_fields} - {"messages", "tools", "tool_choice", "stop", "stream_options"}
+PASSED_ON = {*GenerationRequest.model_fields, "chat_template", "role_mapping"} - {
+    "logprobs",
+    "top_logprobs",
+    "max_completion_tokens",
+    "stop",
+    "stream_options",
+}
 STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 ERRORS = {
     401: "authentication_error",
@@ -26,6 +33,31 @@ ERRORS = {
 }
 
 
+class MessagesRequest(GenerationRequest):
+    """What `/v1/messages` takes, beside what is sampled by."""
+
+    messages: Annotated[
+        list[Json], Field(min_length=1), Said('a list of objects such as {"role": "user", "content": "..."}')
+    ] = Field(description="The conversation so far; `system` is a role, too.")
+    system: Annotated[str | list[Json] | None, Said("a text or a list of blocks")] = Field(
+        None, description="A system message before it."
+    )
+    tools: list[Json] | None = Field(
+        None, description="Tools with an `input_schema`; those that Anthropic's servers run are ignored."
+    )
+    tool_choice: Annotated[Json | None, Said('an object such as {"type": "auto"}')] = Field(
+        None, description="As in chats; `any` is `required` there."
+    )
+    stop_sequences: Annotated[
+        list[Stop] | None, Field(max_length=STOPS), Said(f"a list of strings, {STOPS} at most")
+    ] = Field(None, description="As `stop`.")
+    thinking: Annotated[Json | None, Said('an object such as {"type": "adaptive"}')] = Field(
+        None, description="`disabled` is the template's `enable_thinking` false, any other type true."
+    )
+    chat_template_kwargs: Json | None = Field(None, description="As in chats.")
+    chat_template: str | None = Field(None, description="As in chats.")
+
+
 class Messages:
     """`/v1/messages`."""
 
@@ -33,17 +65,16 @@ class Messages:
     counts_only = False
 
     def chat_request(self, body: Json) -> Json:
-        chat = {name: body[name] for name in PASSED_ON & body.keys()}
-        chat |= {chats: body[name] for name, chats in RENAMED.items() if name in body}
-        chat["messages"] = [*_system(body), *_messages(body)]
-        if tools := list(_tools(body)):
-            chat["tools"] = tools
-        chat |= _tool_choice(body)
-        if variables := _template_variables(body):
-            chat["chat_template_kwargs"] = variables
+        asked = checked(MessagesRequest, body)
+        chat = {name: asked[name] for name in PASSED_ON & asked.keys()}
+        chat["messages"] = [*_system(asked), *_messages(asked)]
+        chat["tools"] = list(_tools(asked)) or None
+        chat["tool_choice"] = _tool_choice(asked)
+        chat["stop"] = asked.get("stop_sequences")
+        chat["chat_template_kwargs"] = _template_variables(asked)
         if chat.get("stream"):
             chat["stream_options"] = {"include_usage": True}
-        return chat
+        return {name: value for name, value in chat.items() if value is not None}
 
     def answer(self, request: Json, chat: Json) -> Json:
         choice = chat["choices"][0]
@@ -77,17 +108,17 @@ class TokenCount(Messages):
 # -- a request --------------------------------------------------------------------------------------------------------
 
 
-def _system(body: Json) -> Iterator[Json]:
-    if body.get("system"):
-        blocks = _blocks(body["system"], "system")
+def _system(asked: Json) -> Iterator[Json]:
+    if asked.get("system"):
+        blocks = _blocks(asked["system"], "system")
         yield {"role": "system", "content": _content([_part(block, where) for where, block in blocks])}
 
 
-def _messages(body: Json) -> Iterator[Json]:
-    for where, message in _objects(body.get("messages"), "messages"):
+def _messages(asked: Json) -> Iterator[Json]:
+    for where, message in _objects(asked["messages"], "messages"):
         role = message.get("role")
         if not isinstance(role, str) or role not in ROLES:
-            raise ValueError(f"{where}.role must be one of {', '.join(ROLES)}, not {_shown(role)}")
+            raise RequestRefused(f"{where}.role must be one of {', '.join(ROLES)}, not {shown(role)}")
         yield from ROLES[role](_blocks(message.get("content"), f"{where}.content"))
 
 
@@ -126,7 +157,7 @@ def _of_assistant(blocks: Blocks) -> Iterator[Json]:
         elif block.get("type") != "redacted_thinking":  # which nobody here can read
             part = _part(block, where)
             if part["type"] != "text":
-                raise ValueError(f"{where}: an assistant's message has no {block['type']} here; leave it out")
+                raise RequestRefused(f"{where}: an assistant's message has no {block['type']} here; leave it out")
             text += part["text"]
     message: Json = {"role": "assistant", "content": text}
     if reasoning:
@@ -139,7 +170,7 @@ def _of_assistant(blocks: Blocks) -> Iterator[Json]:
 def _tool_call(block: Json, where: str) -> Json:
     given = block.get("input")
     if not isinstance(given, dict):
-        raise ValueError(f"{where}.input must be an object, not {_shown(given)}")
+        raise RequestRefused(f"{where}.input must be an object, not {shown(given)}")
     function = {"name": _text(block, "name", where), "arguments": json.dumps(given, ensure_ascii=False)}
     return {"id": _text(block, "id", where), "type": "function", "function": function}
 
@@ -160,7 +191,7 @@ def _part(block: Json, where: str) -> Json:
     kind = block.get("type")
     if not isinstance(kind, str) or kind not in PARTS:
         known = ", ".join([*PARTS, "tool_use", "tool_result", "thinking"])
-        raise ValueError(f"{where}.type {_shown(kind)} is not read here; send {known}")
+        raise RequestRefused(f"{where}.type {shown(kind)} is not read here; send {known}")
     return PARTS[kind](block, where)
 
 
@@ -177,7 +208,7 @@ def _image(block: Json, where: str) -> Json:
     elif source.get("type") == "url":
         url = _text(source, "url", f"{where}.source")
     else:
-        raise ValueError(f"{where}.source.type {_shown(source.get('type'))} must be base64 or url")
+        raise RequestRefused(f"{where}.source.type {shown(source.get('type'))} must be base64 or url")
     return {"type": "image_url", "image_url": {"url": url}}
 
 
@@ -189,7 +220,7 @@ def _document(block: Json, where: str) -> Json:
     elif source.get("type") == "content":
         text = _only_text(source.get("content"), f"{where}.source.content")
     else:
-        raise ValueError(f"{where}.source.type {_shown(source.get('type'))} can't be read here; send the text")
+        raise RequestRefused(f"{where}.source.type {shown(source.get('type'))} can't be read here; send the text")
     return {"type": "text", "text": _lines(block.get("title"), block.get("context"), text)}
 
 
@@ -214,7 +245,7 @@ PARTS: dict[str, Callable[[Json, str], Json]] = {
 def _only_text(content: Any, where: str) -> str:
     parts = [_part(block, place) for place, block in _blocks(content, where)]
     if any(part["type"] != "text" for part in parts):
-        raise ValueError(f"{where} must be text only")
+        raise RequestRefused(f"{where} must be text only")
     return "\n".join(part["text"] for part in parts)
 
 
@@ -237,21 +268,20 @@ def _blocks(content: Any, where: str) -> Blocks:
 
 def _objects(given: Any, where: str) -> list[tuple[str, Json]]:
     if not isinstance(given, list) or not all(isinstance(each, dict) for each in given):
-        kind = "a list of objects" if where == "messages" else "a text or a list of objects"
-        raise ValueError(f"{where} must be {kind}, not {_shown(given)}")
+        raise RequestRefused(f"{where} must be a text or a list of objects, not {shown(given)}")
     return [(f"{where}[{i}]", each) for i, each in enumerate(given)]
 
 
 def _text(block: Json, name: str, where: str) -> str:
     text = block.get(name)
     if not isinstance(text, str):
-        raise ValueError(f"{where}.{name} must be a text, not {_shown(text)}")
+        raise RequestRefused(f"{where}.{name} must be a text, not {shown(text)}")
     return text
 
 
-def _tools(body: Json) -> Iterator[Json]:
+def _tools(asked: Json) -> Iterator[Json]:
     """Give the tools that have a schema. Others are run by Anthropic's servers, or known to its models alone."""
-    for where, tool in _objects(body.get("tools") or [], "tools"):
+    for where, tool in _objects(asked.get("tools", []), "tools"):
         if "input_schema" not in tool:
             continue
         function = {"name": _text(tool, "name", where), "parameters": tool["input_schema"]}
@@ -260,33 +290,26 @@ def _tools(body: Json) -> Iterator[Json]:
         yield {"type": "function", "function": function}
 
 
-def _tool_choice(body: Json) -> Json:
-    choice = body.get("tool_choice")
-    if choice is None:
-        return {}
-    kind = choice.get("type") if isinstance(choice, dict) else None
+def _tool_choice(asked: Json) -> Any:
+    """Return the chat's `tool_choice`; None for the one that it has without."""
+    choice = asked.get("tool_choice", {"type": "auto"})
+    kind = choice.get("type")
     if kind == "tool":
-        return {"tool_choice": {"type": "function", "function": {"name": _text(choice, "name", "tool_choice")}}}
+        return {"type": "function", "function": {"name": _text(choice, "name", "tool_choice")}}
     if kind not in ("auto", "any", "none"):
-        raise ValueError(f"tool_choice.type must be auto, any, none or tool, not {_shown(kind)}")
-    return {} if kind == "auto" else {"tool_choice": "required" if kind == "any" else "none"}
+        raise RequestRefused(f"tool_choice.type must be auto, any, none or tool, not {shown(kind)}")
+    return {"auto": None, "any": "required", "none": "none"}[kind]
 
 
-def _template_variables(body: Json) -> Json:
-    """Return the chat template's variables. `thinking` sets what templates call `enable_thinking`."""
-    thinking, given = body.get("thinking"), body.get("chat_template_kwargs")
-    if thinking is None or (given is not None and not isinstance(given, dict)):
-        return given or {}
-    kind = thinking.get("type") if isinstance(thinking, dict) else None
-    if kind not in ("enabled", "adaptive", "disabled"):
-        raise ValueError(f"thinking.type must be enabled, adaptive or disabled, not {_shown(kind)}")
-    return {"enable_thinking": kind != "disabled", **(given or {})}
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, (list, dict)):
-        return "a list" if isinstance(value, list) else "an object"
-    return json.dumps(value)[:40]
+def _template_variables(asked: Json) -> Json | None:
+    """Return the chat template's variables; None for none."""
+    variables = dict(asked.get("chat_template_kwargs", {}))
+    if "thinking" in asked:
+        kind = asked["thinking"].get("type")
+        if kind not in ("enabled", "adaptive", "disabled"):
+            raise RequestRefused(f"thinking.type must be enabled, adaptive or disabled, not {shown(kind)}")
+        variables.setdefault("enable_thinking", kind != "disabled")
+    return variables or None
 
 
 # -- an answer --------------------------------------------------------------------------------------------------------

@@ -204,10 +204,7 @@ class Handler(BaseHTTPRequestHandler):
         body = _parsed(self.read_body())
         connection: Handler | Translation = self
         if api is not None and isinstance(body, dict):
-            try:
-                kind, chat = ChatRequest, api.chat_request(body)
-            except ValueError as error:
-                raise RequestRefused(str(error), getattr(error, "status", 400)) from error
+            chat = api.chat_request(body)
             connection = self._translation = Translation(self, api, body)
             body = chat
         rules = self.server.site.options.rules
