@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,18 @@ import anthropic
 import pytest
 import requests
 
-from tests.servers.serving import SECONDS, Endpoint, Server, save_parrot, serving, text, user, wait_for
+from tests.servers.serving import (
+    SECONDS,
+    Endpoint,
+    Server,
+    save_parrot,
+    serve,
+    serving,
+    starting,
+    text,
+    user,
+    wait_for,
+)
 from tests.servers.test_serve_answers import TEMPLATE
 
 MODEL = "default_model"
@@ -155,3 +167,16 @@ def test_a_prompt_that_is_too_long_is_refused_in_the_words_by_which_clients_make
         pytest.raises(anthropic.BadRequestError, match=r"prompt is too long: \d+ tokens > 100"),
     ):
         create(server, user(text(200)))
+
+
+def test_a_stream_that_the_servers_end_cuts_is_an_error_for_its_client(model: Path, tmp_path: Path):
+    with starting(serve, tmp_path / "log", "--model", model, "--ram", "100MB", "--grace", 0.1) as server:
+        body = {"model": MODEL, "max_tokens": 100_000, "messages": user("Go on for ever.")}
+        with client(server.ready()).messages.stream(**body) as stream:
+            next(iter(stream.text_stream))
+            server.send(signal.SIGTERM)
+            with pytest.raises(anthropic.APIStatusError, match="the server ends") as raised:
+                stream.get_final_message()
+        assert raised.value.body["error"]["type"] == "overloaded_error"
+        assert server.process.wait(SECONDS) == 0
+        assert server.troubles() == []

@@ -223,7 +223,9 @@ class Completion(server.APIHandler):
     @property
     def prompt_arguments(self) -> Any:
         """What `_tokenize` reads of a request's arguments, without those of its answer."""
-        model = server.ModelDescription(self.requested_model, self.requested_draft_model, self.adapter)
+        model = server.ModelDescription(
+            model=self.requested_model, draft=self.requested_draft_model, adapter=self.adapter
+        )
         return SimpleNamespace(model=model, chat_template_kwargs=self.chat_template_kwargs)
 
     def handle_completion(self, request: Any, stop_words: Any) -> None:
