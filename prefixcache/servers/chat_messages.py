@@ -27,6 +27,13 @@ class TemplateRoles(NamedTuple):
     users_in_a_row: bool = True
 
 
+def template_roles(tokenizer: Any) -> TemplateRoles:
+    """Return which messages the chat template of mlx-lm's wrapper takes; all where it has none, since mlx-lm then has one."""
+    if not tokenizer.has_chat_template:
+        return TemplateRoles()
+    return roles_of(lambda chat: tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
+
+
 def roles_of(render: Callable[[list[Message]], str]) -> TemplateRoles:
     """Return which messages the template of `render` takes: neither raises an exception of nor leaves out. It is asked with
     short chats; where it renders not even those that every template should, it counts as one that takes all.
@@ -76,6 +83,8 @@ def _one_of_each_run(messages: list[Message], role: str) -> list[Message]:
 
 
 def _joined(first: Content, second: Content) -> Content:
+    if not first or not second:
+        return first or second
     if isinstance(first, str) and isinstance(second, str):
         return f"{first}\n\n{second}"
     return [*_parts(first), {"type": "text", "text": "\n\n"}, *_parts(second)]
@@ -90,9 +99,8 @@ def _plain(where: str, message: Message, *, images: bool) -> Message:
     if plain["role"] == "developer":
         plain["role"] = "system"
     if isinstance(plain.get("content"), list):
-        plain["content"] = [
-            _part(f"{where}.content.{place}", part, images=images) for place, part in enumerate(plain["content"])
-        ]
+        parts = enumerate(plain["content"])
+        plain["content"] = [_part(f"{where}.content.{place}", part, images=images) for place, part in parts]
     if "tool_calls" in plain:
         calls = enumerate(plain["tool_calls"])
         plain["tool_calls"] = [_call(f"{where}.tool_calls.{place}", call) for place, call in calls]

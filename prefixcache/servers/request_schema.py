@@ -92,7 +92,7 @@ class _RequestPart(BaseModel):
 
 
 class StreamOptions(_RequestPart):
-    include_usage: bool = False
+    include_usage: bool | None = False
 
 
 class ResponseFormat(_RequestPart):
@@ -228,7 +228,7 @@ def checked(kind: type[GenerationRequest], body: Any, *, allow_chat_template: bo
     if request.stop is not None:
         given["stop"] = request.stop
     if request.stream_options is not None:
-        given["stream_options"] = {"include_usage": request.stream_options.include_usage}
+        given["stream_options"] = {"include_usage": bool(request.stream_options.include_usage)}
     if given.get("tool_choice") == "none":
         given.pop("tools", None)
     return _with_template(given, allowed=allow_chat_template) if kind is ChatRequest else given

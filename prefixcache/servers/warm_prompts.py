@@ -4,7 +4,6 @@ the requests that will begin with them. `warming` computes and stores them.
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from prefixcache.servers.canonical import TemplateChat, canonical
+from prefixcache.servers.chat_messages import for_template, template_roles
 
 CHAT, TEXT = ("messages", "tools", "chat_template_kwargs"), ("prompt",)
 KEYS = (*CHAT, *TEXT, "cache_salt")
@@ -188,7 +188,7 @@ def _render(
 ) -> list[int]:
     from mlx_lm.server import convert_chat, process_message_content
 
-    messages = copy.deepcopy([*prompt.messages, *following])
+    messages = for_template([*prompt.messages, *following], template_roles(tokenizer), images=False)
     if not tokenizer.has_chat_template:
         return list(tokenizer.encode(convert_chat(messages)))
     process_message_content(messages)

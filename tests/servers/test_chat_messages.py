@@ -87,8 +87,11 @@ def test_system_messages_at_the_beginning_are_one():
         ("user", "c"),
         ("system", "d"),
     ]
+
+
+def test_parts_stay_parts_and_an_empty_text_adds_nothing():
     parts = [{"type": "text", "text": "b"}]
-    assert taken(("system", "a"), ("system", parts)) == [
+    assert taken(("system", "a"), ("system", parts), ("system", "")) == [
         ("system", [{"type": "text", "text": text} for text in ("a", "\n\n", "b")])
     ]
 

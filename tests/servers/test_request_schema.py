@@ -118,6 +118,11 @@ def test_numbers_get_their_type_and_a_stop_becomes_a_list():
     assert asked["stream_options"] == {"include_usage": False}
 
 
+def test_null_is_not_given_in_stream_options_either():
+    asked = checked(ChatRequest, CHAT | {"stream_options": {"include_usage": None, "include_obfuscation": False}})
+    assert asked["stream_options"] == {"include_usage": False}
+
+
 def test_a_temperature_that_half_precision_cant_divide_by_is_0():
     assert [checked(ChatRequest, CHAT | {"temperature": t})["temperature"] for t in (1e-300, 1e-4, 0.001)] == [
         0,

@@ -151,6 +151,12 @@ def test_text_in_parts_is_what_the_same_text_is_in_one(tokenizer: Any) -> None:
     assert one["content"] == parts  # the server's code changes messages where they are: copies, here
 
 
+def test_roles_are_those_that_the_server_gives_the_template(tokenizer: Any) -> None:
+    two = [{"role": "developer", "content": "Be brief."}, {"role": "system", "content": "Be kind."}]
+    one = {"role": "system", "content": "Be brief.\n\nBe kind."}
+    assert tokens_of(tokenizer, prompt(*two)) == tokens_of(tokenizer, prompt(one))
+
+
 def test_a_request_is_stored_to_its_last_token_but_one(tokenizer: Any) -> None:
     for last in (USER, {"role": "tool", "content": "17"}):
         request, _ = requested(tokenizer, [SYSTEM, last])

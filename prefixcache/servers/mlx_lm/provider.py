@@ -15,7 +15,7 @@ from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache
 from prefixcache.layers import CacheError
 from prefixcache.layers.form import CacheForm
 from prefixcache.layers.image_layout import read
-from prefixcache.servers.chat_messages import TemplateRoles, roles_of
+from prefixcache.servers.chat_messages import TemplateRoles, template_roles
 from prefixcache.servers.loaded_model import form_of
 from prefixcache.servers.mlx_lm.context import context_of
 from prefixcache.servers.mlx_lm.upstream import ModelKey, Models
@@ -186,13 +186,6 @@ class Provider:
             recurrent = True
         concurrency = 1 if recurrent else self._prompt_concurrency
         return BatchLimits(can_trim_prompt_cache(prompt_cache), self.models.is_batchable, concurrency)
-
-
-def template_roles(tokenizer: Any) -> TemplateRoles:
-    """Return which messages the chat template of a model takes; all where it has none, since mlx-lm then has one for it."""
-    if not tokenizer.has_chat_template:
-        return TemplateRoles()
-    return roles_of(lambda chat: tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
 
 
 def _short(value: object) -> str:
