@@ -7,10 +7,12 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from prefixcache.servers.apis.responses import ResponsesRequest
 from prefixcache.servers.request_schema import ChatRequest, GenerationRequest, TextRequest
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hello there"}]}
 TEXT: dict[str, Any] = {"prompt": "hello there"}
+RESPONSE: dict[str, Any] = {"input": "hello there"}
 HOSTILE: tuple[Any, ...] = (
     True,
     False,
@@ -96,9 +98,13 @@ class Hostile(NamedTuple):
 
 def hostile_requests() -> Iterator[Hostile]:
     """All of them."""
-    for path, kind, sound in (("/v1/chat/completions", ChatRequest, CHAT), ("/v1/completions", TextRequest, TEXT)):
+    for path, kind, sound in (
+        ("/v1/chat/completions", ChatRequest, CHAT),
+        ("/v1/completions", TextRequest, TEXT),
+        ("/v1/responses", ResponsesRequest, RESPONSE),
+    ):
         fields = kind.model_fields.keys()
-        if kind is TextRequest:
+        if kind is not ChatRequest:
             fields = fields - (GenerationRequest.model_fields.keys() - {"seed", "max_tokens"})
         for field in sorted(fields):
             for value in HOSTILE:
