@@ -1,4 +1,4 @@
-"""What stores leave to a thread of the cache, so that whoever generates doesn't wait for it. Decision 0042."""
+"""What stores leave to a thread of the cache, so that whoever generates doesn't wait for it. Decision 0044."""
 
 from __future__ import annotations
 
