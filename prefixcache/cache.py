@@ -74,6 +74,7 @@ from prefixcache.store_fetch_remove.store import StoreCall, Stored
 from prefixcache.tiers.hot import HotPrompts
 from prefixcache.tiers.idle import Idle
 from prefixcache.tiers.memory_pressure import Pressure
+from prefixcache.tiers.parting import Parting, parting_of
 from prefixcache.tiers.promotion import Promoter, last_of
 from prefixcache.tiers.prompt import Prompt, PromptTerms, count_hit
 from prefixcache.tiers.storage import Storage
@@ -444,6 +445,15 @@ class PrefixCache:
         with self._storage.lock:
             deepest = {(tier, limit): prompt.deepest(tier, len(prompt) - limit) for tier, limit in set(asked)}
         return [hit.depth if (hit := deepest[tier_and_limit]) is not None else 0 for tier_and_limit in asked]
+
+    def parting(self, tokens: Tokens | Prompt, hit: int, *, model: str | None = None, salt: bytes = b"") -> Parting:
+        """Return where `tokens`, of which a fetch gave `hit`, part from the stored prompt that shares most with them, and why
+        it gave no more. No I/O, no MLX, and nothing changes; of ranks each answers for itself.
+        """
+        prompt = self._prompt(tokens, model, salt)
+        with self._storage.lock:
+            self._check_open()
+            return parting_of(self._storage, prompt, hit)
 
     def fetch(
         self,

@@ -133,6 +133,12 @@ class Settings(BaseSettings):
         description='what RAM evicts is written to the SSD "always", or from its "second" use on; close() writes all',
     )
     trace: Path | None = Field(None, description="record who asks for what, for `prefixcache plan`: no text, no tokens")
+    cold_below: float = Field(
+        0.5,
+        ge=0,
+        le=1,
+        description="serve says why a request is cold that hits less than this share of its prompt. 0: never",
+    )
     log_every: float = Field(0.0, ge=0, le=86_400, description="log a line of rates every so many seconds. 0: never")
 
     def __init__(self, **values: Any):

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import mlx_lm.server as upstream
 
+from prefixcache.tiers.parting import Parting
+
 CUT, REFUSED, GONE, FAILED = "cut", "refused", "client gone", "failed"  # how it ended, where no finish_reason says so
 COUNTED = "counted"  # its prompt's tokens, which was all that it asked for
 
@@ -42,6 +44,7 @@ class RequestLog:
         self.end = ""
         self.generated = 0
         self.reason = ""  # why it was refused
+        self.parting: Parting | None = None  # of a cold request
         self._context: Any = None
         self._waits_since: float | None = None
         self._begun = self._first = self._last = 0.0
@@ -68,6 +71,11 @@ class RequestLog:
             self._first = self._first or self._last
             self.generated += 1
             self.end = answer.finish_reason or self.end
+
+    @property
+    def prompt(self) -> list[int]:
+        """The tokens of its prompt, once its turn has come."""
+        return self._context.prompt if self._context is not None else []
 
     def refuse(self, error: BaseException) -> None:
         """Hear that it is answered with an error. A chat template's, where that is its cause, is only named."""

@@ -214,6 +214,7 @@ class Ram:
             else:
                 self._count_drop(slot)
         state.graph.drop(slot, RAM)
+        state.note_evicted(slot)
         state.counters.arrivals.left(slot)
         state.counters.arrivals_remote.left(slot)
         state.counters.evicted += 1
@@ -242,4 +243,5 @@ class Ram:
             return False
         state.counters.forgotten += 1
         self._lower.discard(slot)
+        state.note_evicted(slot)
         return True

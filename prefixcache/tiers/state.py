@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from prefixcache import image_memory
 from prefixcache.blocks.budget import Budget
 from prefixcache.blocks.graph import Graph
-from prefixcache.blocks.node import Tree
+from prefixcache.blocks.node import Slot, Tree
+from prefixcache.image_format import ROWS
 from prefixcache.metrics.stats import Counters
 from prefixcache.ssd.entries import NamespaceRow
 from prefixcache.tiers.admission import LongPrompts
+from prefixcache.tiers.evicted_keys import EvictedKeys
 from prefixcache.tiers.hot import HotPrompts
 
 if TYPE_CHECKING:
@@ -57,6 +59,12 @@ class StorageState:
         self.namespaces: dict[bytes, Namespace] = {}  # by root key
         self.counters = Counters()
         self.long_prompts = LongPrompts()
+        self.evicted_keys = EvictedKeys()
+
+    def note_evicted(self, slot: Slot) -> None:
+        """Remember a whole block whose rows were evicted, if no tier has them any more."""
+        if slot.kind == ROWS and not slot.tiers and slot.node.is_whole:
+            self.evicted_keys.add(slot.key)
 
     def forget_all(self) -> None:
         """Give RAM back: begin with an empty graph and a budget of the same limit. The tiers below keep what they have."""

@@ -151,6 +151,7 @@ class TierInGraph:
                 return False
             for victim in victims:
                 self.delete(victim)
+                self._state.note_evicted(victim)
                 self._state.counters.ssd_evicted += 1
         return True
 

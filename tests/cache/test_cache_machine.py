@@ -79,6 +79,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.options["decline_slow_hits"] = True  # none is slow: nobody says what computing takes
         self.roomy = ram > 1_000_000
         self.stored: list[list[int]] = []  # all that was ever stored and may be found
+        self.ever: list[list[int]] = []  # all that was
         self.sure: list[list[int]] = []  # what must be found: stored, and not removed nor lost since
         self.pinned: list[list[int]] = []
         self.promised: dict[tuple[int, ...], int] = {}  # how deep it was on SSD; nothing was removed since
@@ -94,6 +95,10 @@ class CacheMachine(RuleBasedStateMachine):
         self.watch.join()
         assert not self.watch.over
         self.cache.close()
+
+    def note_stored(self, tokens):
+        self.stored.append(tokens)
+        self.ever.append(tokens)
 
     def expected(self, tokens, among=None) -> int:
         return max((common(tokens, s) for s in (self.stored if among is None else among)), default=0)
@@ -111,7 +116,7 @@ class CacheMachine(RuleBasedStateMachine):
             stored = self.cache.store(prompt, made, write_back_from=0 if hot else None)
         if hot:
             self.cache.keep_hot(prompt, made)
-        self.stored.append(tokens[: stored.tokens])
+        self.note_stored(tokens[: stored.tokens])
         if self.roomy:
             assert stored.tokens == len(tokens)
             self.sure.append(tokens)
@@ -177,10 +182,23 @@ class CacheMachine(RuleBasedStateMachine):
             depth = len(tokens) - len(rest)
             stored = self.cache.store(tokens[:depth], made, model="m", write_back_from=0 if write_back else None)
             self.check(made, tokens[:depth])
-            self.stored.append(tokens[: stored.tokens])
+            self.note_stored(tokens[: stored.tokens])
             if self.roomy:
                 assert (stored.tokens, stored.new_tokens) == (depth, 0)
             self.fetch(tokens[:depth], 1)
+
+    @rule(tokens=prompts)
+    def parting(self, tokens):
+        """A prompt parts where its nearest neighbour does: of what is stored, or of what was evicted."""
+        hit = len(tokens) - len(self.cache.fetch(tokens, model="m")[1])
+        told = self.cache.parting(tokens, hit, model="m")
+        assert told.hit <= told.position <= self.expected(tokens, self.ever)
+        if told.reason != "evicted":
+            assert told.position <= self.expected(tokens)
+        if self.roomy:
+            assert told.position >= self.expected(tokens, self.sure)
+        if told.reason in ("parted", "nothing_stored"):
+            assert hit >= min(told.position, len(tokens) - 1)
 
     @rule(tokens=prompts)
     def promote(self, tokens):
@@ -201,7 +219,7 @@ class CacheMachine(RuleBasedStateMachine):
         tokens = [3 + (seed + i) % 5000 for i in range(5120 if limit > 200_000 else 2560)]
         for end in range(min(step, len(tokens)), len(tokens) + 1, step):
             stored = self.cache.store(tokens[:end], self.make(tokens[:end]), model="m").tokens
-            self.stored.append(tokens[:stored])
+            self.note_stored(tokens[:stored])
         with storage.lock:
             kept = {slot.key for slot in storage.graph.slots.values()}
             lost = sum(nbytes for key, nbytes in hit.items() if key not in kept)
@@ -469,7 +487,7 @@ class NeighboursMachine(CacheMachine):
         states.stored_in_steps(self.cache, prompt, live, at, self.step)
         if hot:
             self.cache.keep_hot(prompt, live)
-        self.stored.append(tokens)
+        self.note_stored(tokens)
         self.sure.append(tokens)
         self.as_if_alone(tokens, live)
         self.fetch(tokens, 0)

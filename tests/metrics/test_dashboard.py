@@ -17,6 +17,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from prefixcache import PrefixCache
 from prefixcache.metrics.prometheus import CacheCollector, ServerCollector, render
 from prefixcache.servers.canonical import CanonicalText
+from prefixcache.servers.cold_requests import ColdRequests
+from prefixcache.servers.prompt_parts import Part
+from prefixcache.tiers.parting import NOTHING_STORED, Parting
 from tests.models import states
 
 ROOT = Path(__file__).parents[2]
@@ -45,7 +48,9 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, d
     with PrefixCache(ram="10MB", codec="raw", ssd_dir=folder, ssd="50MB", remote=engine) as cache:
         tokens = list(range(300))
         cache.store(tokens, states.sliceable(tokens), model="m")
-        page = render(CacheCollector(cache), ServerCollector(CanonicalText())).decode()
+        cold = ColdRequests()
+        cold.tell("a", Parting(300, 0, 0, NOTHING_STORED), lambda: Part("text"))
+        page = render(CacheCollector(cache), ServerCollector(CanonicalText()), cold).decode()
     for family in text_string_to_metric_families(page):
         for sample in family.samples:
             _, labels = found.setdefault(sample.name, (family.type, {}))

@@ -9,6 +9,7 @@ from mlx_lm.server import GenerationContext
 
 from prefixcache.servers.mlx_lm.upstream import is_given_up
 from prefixcache.servers.request_log import RequestLog
+from prefixcache.tiers.parting import Parting
 
 log = logging.getLogger("prefixcache")
 
@@ -85,6 +86,10 @@ class Answers:
             self._queue.put(StepFailed(error))
         if self._context is not None:
             self._context.stop()
+
+    def part(self, parting: Parting) -> None:
+        """Hear where a request's prompt parted from what is stored."""
+        self._log.parting = parting
 
     def begin_without_hit(self) -> None:
         """Hear that the hit was of no use: all of the prompt is computed."""

@@ -12,6 +12,7 @@ import socket
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from prefixcache.servers import request_log
 from prefixcache.servers.apis import Api
 from prefixcache.servers.apis.messages import Messages, TokenCount
 from prefixcache.servers.apis.responses import Responses
+from prefixcache.servers.cold_requests import ColdRequests
 from prefixcache.servers.mlx_lm import model_list
 from prefixcache.servers.mlx_lm.admin import Admin
 from prefixcache.servers.mlx_lm.admin_http import BODY_HEADERS, PATH, AdminPath
@@ -62,6 +64,7 @@ class Site(NamedTuple):
 
     generator: Generator
     admin: AdminPath
+    cold: ColdRequests
     collectors: tuple[Collector, ...]
     options: ServeOptions
 
@@ -69,8 +72,8 @@ class Site(NamedTuple):
     def of(cls, generator: Generator, options: ServeOptions) -> Site:
         """Return the paths of a generator, as its server was asked to serve."""
         admin = AdminPath(Admin(generator, options.salts), options.admin_key)
-        of_cache = prometheus.CacheCollector(generator.prompts.cache)
-        return cls(generator, admin, (of_cache, prometheus.ServerCollector(generator.canonical)), options)
+        of_cache, cold = prometheus.CacheCollector(generator.prompts.cache), ColdRequests()
+        return cls(generator, admin, cold, (of_cache, prometheus.ServerCollector(generator.canonical), cold), options)
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -82,6 +85,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def __init__(self, *connection: Any):
         self._whole = False  # all of the request has been read
+        self._tell_cold: Callable[[], None] | None = None  # of a request that hit little
         self._translation: Translation | None = None  # where another API's client waits for a streamed answer
         super().__init__(*connection)  # this answers the request
 
@@ -103,6 +107,12 @@ class Handler(BaseHTTPRequestHandler):
         if not self._whole:
             drain(self.connection)
         super().finish()
+        if self._tell_cold is not None:
+            with suppress(OSError):
+                self.connection.shutdown(
+                    socket.SHUT_WR
+                )  # the answer is whole: its client doesn't wait for what follows
+            self._tell_cold()
 
     def parse_request(self) -> bool:
         """Read the headers; False, and the request is answered, where it may not be sent."""
@@ -237,6 +247,15 @@ class Handler(BaseHTTPRequestHandler):
             fields = request.request_log.fields(end)
             words = request_log.in_words(fields, request.request_log.asks_remote)
             log.info("%s: %s", completion.request_id, words, extra={"id": completion.request_id, **fields})
+            if request.request_log.parting is not None:
+                self._tell_cold = partial(self._tell_of_cold, completion, request)
+
+    def _tell_of_cold(self, completion: Completion, request: Any) -> None:
+        parting, tokens = request.request_log.parting, request.request_log.prompt
+        tokenizer = self.server.site.generator.prompt_tokenizer
+        arguments = completion.prompt_arguments
+        find_part = partial(tokenizer.part_of, request, arguments, tokens, parting.position)
+        self.server.site.cold.tell(completion.request_id, parting, find_part)
 
     def _authorization(self) -> list[str]:
         """Return the request's `Authorization` headers, or in their place what `x-api-key` says."""

@@ -4,17 +4,18 @@ can't serve it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from prefixcache.keys import as_tokens
-from prefixcache.servers.canonical import CanonicalText, TemplateChat
+from prefixcache.servers.canonical import CanonicalText, TemplateChat, canonical
 from prefixcache.servers.chat_messages import TemplateRoles, for_template
 from prefixcache.servers.mlx_lm.client_template import ClientTemplate
 from prefixcache.servers.mlx_lm.context import room_for, too_long
 from prefixcache.servers.mlx_lm.provider import LoadedModel, Provider
 from prefixcache.servers.mlx_lm.upstream import MLX_LM_0_31, has_images
+from prefixcache.servers.prompt_parts import TEXT, UNKNOWN, ChatText, Part, place_of, render_by
 from prefixcache.servers.request_schema import TEMPLATE, RequestRefused
 
 RENDERED = 1 << 26  # bytes that a request's own chat template may render
@@ -58,6 +59,20 @@ class PromptTokenizer:
         if has_images(request):
             raise RequestRefused("messages: tokens of images are not counted; leave the images out")
         return len(as_tokens(self._tokenize(loaded, request, args)[0]))
+
+    def part_of(self, request: Any, args: Any, tokens: Sequence[int], position: int) -> Part:
+        """Return the part of a request's prompt in which the token at `position` is, UNKNOWN where that can't be told."""
+        loaded = self._provider.loaded_as(args.model)
+        if request.request_type != "chat":
+            return Part(TEXT)
+        if loaded is None or not loaded.tokenizer.has_chat_template or _brings_template(args) or has_images(request):
+            return Part(UNKNOWN)
+        chat = TemplateChat(for_template(request.messages, loaded.roles, images=False), request.tools)
+        arguments = {**self._provider.cli_args.chat_template_args, **(args.chat_template_kwargs or {})}
+        render = render_by(loaded.tokenizer, arguments)
+        text = ChatText(render, *(canonical(chat) if self._canonical.enabled else chat))
+        place = place_of(loaded.tokenizer, text.text, tokens, position)
+        return text.part_at(place) if place is not None else Part(UNKNOWN)
 
     def tokenize(self, loaded: LoadedModel, request: Any, args: Any) -> Any:
         """Return what mlx-lm's `_tokenize` gives, which `tokenize_early` may have got; once, since the loop changes it."""

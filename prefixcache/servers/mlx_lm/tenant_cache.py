@@ -85,10 +85,20 @@ class TenantPromptCache(TieredPromptCache):
         if request is None or not len(request.prompt):
             return None, tokens
         prompt_cache, rest = super().fetch_nearest_cache(model, request.prompt)
+        self._look_at_cold(request, len(request.prompt) - len(rest))
         if not len(rest):  # mlx-lm's batches need a token to go on from
             request.prompt.given_rows.tokens = 0
             return None, tokens
         return prompt_cache, tokens[len(tokens) - len(rest) :]
+
+    def _look_at_cold(self, request: TokenizedRequest, hit: int) -> None:
+        """Note where a request that hit little parted from what is stored, before it is stored itself."""
+        if request.answers is None or hit >= self.cache.settings.cold_below * (len(request.prompt) - 1):
+            return
+        try:
+            request.answers.part(self.cache.parting(request.prompt, hit))
+        except Exception as error:
+            self._fail(error)
 
     def insert_cache(  # type: ignore[override]
         self, model: Any, tokens: Sequence[int], prompt_cache: list[Any], *, cache_type: str = "assistant"
