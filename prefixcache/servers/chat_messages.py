@@ -16,7 +16,7 @@ Message = dict[str, Any]
 Content = str | list[dict[str, Any]]
 
 IMAGES = ("image_url", "input_image", "image")  # types of parts that mlx-lm takes for images
-MARK = "marker"
+MARK = "marker"  # a message's content, where a template is asked
 
 
 class TemplateRoles(NamedTuple):
@@ -35,19 +35,29 @@ def template_roles(tokenizer: Any) -> TemplateRoles:
 
 
 def roles_of(render: Callable[[list[Message]], str]) -> TemplateRoles:
-    """Return which messages the template of `render` takes: neither raises an exception of nor leaves out. It is asked with
-    short chats; where it renders not even those that every template should, it counts as one that takes all.
+    """Return which messages the template of `render` takes: it neither raises an exception of them, nor leaves them out, nor
+    moves them (a later system message at the beginning would change all that is cached). It is asked with short chats; where
+    it renders not even those that every template should, it counts as one that takes all.
     """
 
-    def takes(*roles: str, marked: int) -> bool:
-        chat = [{"role": role, "content": MARK if place == marked else "hello"} for place, role in enumerate(roles)]
-        return MARK in _rendered(render, chat) or not _rendered(render, chat[:marked] + chat[marked + 1 :])
+    def takes(*roles: str, asked: int) -> bool:
+        chat = [{"role": role, "content": f"{MARK}{place}"} for place, role in enumerate(roles)]
+        return _has_in_order(_rendered(render, chat), chat) or not _rendered(render, chat[:asked] + chat[asked + 1 :])
 
     return TemplateRoles(
-        takes("system", "user", marked=0),
-        takes("user", "assistant", "system", "user", marked=2),
-        takes("user", "user", marked=1),
+        takes("system", "user", asked=0),
+        takes("user", "assistant", "system", "user", asked=2),
+        takes("user", "user", asked=1),
     )
+
+
+def _has_in_order(text: str, chat: list[Message]) -> bool:
+    place = 0
+    for message in chat:
+        place = text.find(message["content"], place) + 1
+        if place == 0:
+            return False
+    return True
 
 
 def _rendered(render: Callable[[list[Message]], str], chat: list[Message]) -> str:
@@ -127,11 +137,13 @@ def _call(where: str, call: dict[str, Any]) -> dict[str, Any]:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def _arguments(where: str, given: Any) -> dict[str, Any]:
+def _arguments(where: str, given: Any) -> str:
+    """Return the arguments as text, of which both releases of mlx-lm make the object that templates read."""
+    text = "{}" if given in (None, "") else given
     try:
-        arguments = json.loads(given) if isinstance(given, str) and given else given or {}
+        text = text if isinstance(text, str) else json.dumps(text, ensure_ascii=False)
+        if isinstance(json.loads(text), dict):
+            return text
     except (ValueError, RecursionError):
-        arguments = None
-    if not isinstance(arguments, dict):
-        raise RequestRefused(f"{where} must be a JSON object, or its text, not {shown(given)}")
-    return arguments
+        pass
+    raise RequestRefused(f"{where} must be a JSON object, or its text, not {shown(given)}")

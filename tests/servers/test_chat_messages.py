@@ -30,10 +30,15 @@ DROPS_LATE = (
     "{% for m in messages %}{% if m.role != 'system' or loop.first %}<{{ m.role }}>{{ m.content }}"
     "{% endif %}{% endfor %}"
 )
+MOVES_LATE = (
+    "{% for m in messages if m.role == 'system' %}{{ m.content }}{% endfor %}"
+    "{% for m in messages if m.role != 'system' %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+)
 TEMPLATES = {
     "all": (EACH, TemplateRoles()),
     "one system": (ONE_SYSTEM + EACH, TemplateRoles(late_system=False)),
     "drops late": (DROPS_LATE, TemplateRoles(late_system=False)),
+    "moves late": (MOVES_LATE, TemplateRoles(late_system=False)),
     "alternates": (ONE_SYSTEM + ALTERNATES + EACH, TemplateRoles(late_system=False, users_in_a_row=False)),
     "no system": (NO_SYSTEM + ONE_SYSTEM + ALTERNATES + EACH, TemplateRoles(False, False, False)),
     "only with a variable": (RAISES + EACH, TemplateRoles()),
@@ -111,8 +116,15 @@ def test_null_is_not_given():
     call = {"id": "1", "function": {"name": "f", "arguments": None}}
     chat = [{"role": "assistant", "content": None, "reasoning_content": None, "tool_calls": [call]}]
     assert for_template(chat, TemplateRoles(), images=False) == [
-        {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": {}}}]}
+        {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "{}"}}]}
     ]
+
+
+def test_arguments_are_text_as_it_was_given():
+    for said, text in (('{"a":  1}', '{"a":  1}'), ({"a": "é"}, '{"a": "é"}'), ("", "{}"), ({}, "{}")):
+        call = {"function": {"name": "f", "arguments": said}}
+        (message,) = for_template([{"role": "assistant", "tool_calls": [call]}], TemplateRoles(), images=False)
+        assert message["tool_calls"][0]["function"]["arguments"] == text
 
 
 def test_what_cant_be_read_is_refused_by_name():
@@ -123,7 +135,7 @@ def test_what_cant_be_read_is_refused_by_name():
     audio = refused({"role": "user", "content": [image, {"type": "input_audio"}]}, images=True)
     assert audio == 'messages.1.content.1 must be a text or an image, not of type "input_audio"; leave it out'
     assert "messages.1.content.0 must have its text" in refused({"role": "user", "content": [{"type": "text"}]})
-    for arguments in ('{"a": ', "[1]", "5", 5, "nul"):
+    for arguments in ('{"a": ', "[1]", "5", 5, 0, False, "nul"):
         call = {"function": {"name": "f", "arguments": arguments}}
         told = refused({"role": "assistant", "tool_calls": [call]})
         assert told.startswith("messages.1.tool_calls.0.function.arguments must be a JSON object, or its text, not")

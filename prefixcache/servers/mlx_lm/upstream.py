@@ -298,8 +298,6 @@ class Loop(server.ResponseGenerator):
 
     def tokenize(self, tokenizer: Any, request: Any, args: Any) -> Any:
         """Return what mlx-lm's `_tokenize` gives: tokens, segments and more. It rewrites the request's messages."""
-        if MLX_LM_0_31:
-            _write_arguments(request.messages)
         return super()._tokenize(tokenizer, request, args)
 
     def _generate(self) -> None:
@@ -318,13 +316,6 @@ class Loop(server.ResponseGenerator):
 
     def _log_cache_stats(self) -> None:
         """Log nothing: mlx-lm would write a line and one for each type of prompt, and a request's own line follows."""
-
-
-def _write_arguments(messages: Iterable[dict[str, Any]]) -> None:
-    """Write the arguments of calls as text, which alone mlx-lm 0.31 reads."""
-    for call in (call for message in messages for call in message.get("tool_calls") or ()):
-        if isinstance(given := (call.get("function") or {}).get("arguments"), dict):
-            call["function"]["arguments"] = json.dumps(given)
 
 
 AnyCall = Callable[..., Any]
