@@ -8,6 +8,7 @@ import io
 import json
 import os
 import pty
+import re
 import select
 import signal
 import subprocess
@@ -32,6 +33,9 @@ from prefixcache.cli.top.metrics_page import Away, NotOurs, WatchedServer, addre
 from prefixcache.cli.top.picture import meter, picture
 from prefixcache.metrics.histogram import Histogram
 from prefixcache.metrics.prometheus import CONTENT_TYPE, CacheCollector, render
+from prefixcache.servers.cold_requests import ColdRequests
+from prefixcache.servers.prompt_parts import MESSAGE, SYSTEM, Part
+from prefixcache.tiers.parting import NO_STATE, PARTED, Parting
 from tests.servers.serving import wait_for
 
 TOKENS = [TOKEN + i for i in range(1000)]
@@ -218,6 +222,11 @@ prefixcache_ssd_limit_bytes 1e+08
 prefixcache_store_seconds_bucket{le="0.1"} 3.0
 prefixcache_store_seconds_bucket{le="+Inf"} 4.0
 prefixcache_store_seconds_sum 1.5
+prefixcache_cold_requests_total{part="system",reason="parted"} 3.0
+prefixcache_cold_requests_total{part="none",reason="evicted"} 1.0
+prefixcache_last_cold_request{part="message",reason="parted",value="position"} 30.0
+prefixcache_last_cold_request{part="message",reason="parted",value="message"} 2.0
+prefixcache_last_cold_request{part="message",reason="parted",value="messages"} 3.0
 prefixcache_info{codec="raw"} 1.0
 """.splitlines()
 
@@ -243,6 +252,27 @@ def test_any_page_is_shown_or_refused(data):
         json.dumps(seen, allow_nan=False)
         out = Console(file=io.StringIO(), width=80)
         out.print(picture(seen))
+
+
+def test_cold_requests_are_shown_by_their_parts_and_the_last_one_by_its_place(cache, call):
+    cold, looks = ColdRequests(), []
+
+    def page() -> bytes:
+        if looks:
+            cold.tell("b", Parting(9_000, 20, 3_000, NO_STATE), lambda: Part(MESSAGE, 3, 12))
+        looks.append(1)
+        return render(CacheCollector(cache), cold)
+
+    with serving(page) as served:
+        cold.tell("a", Parting(21_393, 26, 26, PARTED), lambda: Part(SYSTEM))
+        done = call("top", served.url, *QUICK, "--once", columns=80)
+        seen = json.loads(call("top", served.url, *QUICK, "--once", "--json").stdout)["cold"]
+    narrow(done.stdout)
+    assert re.search(r"^cold +2 requests \(\+1\): 1 (message|system), 1 (message|system) *$", done.stdout, re.MULTILINE)
+    assert "last: 20 of 9,000 hit, parts at 3,000, message 3 of 12: no state" in done.stdout
+    assert (seen["requests"], seen["meanwhile"], seen["parts"]) == (4, 1, {"message": 3, "system": 1})
+    last = {"tokens": 9_000, "hit": 20, "position": 3_000, "message": 3, "messages": 12}
+    assert seen["last"] == {"part": "message", "reason": "no_state", **last}
 
 
 def test_nobody_there_with_once_is_told(call):

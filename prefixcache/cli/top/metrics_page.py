@@ -22,6 +22,7 @@ TIMEOUT = 5.0  # seconds that a server may take to answer
 LARGEST = 16 << 20  # bytes of a page
 LARGEST_VALUE = 1e18  # of a sample: beyond it, below 0 or NaN is none of ours
 KNOWN_BY = "prefixcache_fetches_total", ""
+COLD, LAST_COLD = "prefixcache_cold_requests_total", "prefixcache_last_cold_request"
 RATES = {  # what is shown a second, and the counters that it is of: name without "prefixcache_" and "_total", label's value
     "asked_tokens": (("fetch_tokens", "hit"), ("fetch_tokens", "miss")),
     "hit_tokens": (("hit_tokens", "ram"), ("hit_tokens", "ssd"), ("hit_tokens", "remote")),
@@ -196,7 +197,30 @@ def facts(url: str, before: Page | None, now: Page) -> Facts:
         "images": {tier: now.get("images", tier) for tier in ("ram", "ssd")},
         "trouble": {name: now.get(f"{counter}_total") for name, counter in TROUBLE.items()},
         "trouble_meanwhile": {name: _growth(before, now, ((counter, ""),)) for name, counter in TROUBLE.items()},
+        "cold": _cold(before, now),
         "latency": {name: _latency(before, now, *histogram) for name, histogram in TIMES.items()},
+    }
+
+
+def _cold(before: Page | None, now: Page) -> Facts:
+    """Return how many requests hit little since the server's start, and meanwhile, by the part in which they parted; and what
+    it says of the last one, None of none.
+    """
+    last: Facts | None = None
+    parts: dict[str, float] = {}
+    for (name, labels), value in now.samples.items():
+        part, *others = labels.split("|")
+        if name == COLD:
+            parts[part] = parts.get(part, 0) + value
+        elif name == LAST_COLD and len(others) == 2:
+            last = (last or {"part": part, "reason": others[0]}) | {others[1]: value}
+    total = sum(parts.values())
+    earlier = [value for (name, _), value in (before.samples if before is not None else {}).items() if name == COLD]
+    return {
+        "requests": total,
+        "meanwhile": None if before is None else total - sum(earlier),
+        "parts": parts,
+        "last": last,
     }
 
 

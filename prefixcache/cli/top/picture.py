@@ -15,6 +15,7 @@ from prefixcache.cli.text import foreign, size
 from prefixcache.cli.top.metrics_page import Facts
 
 BAR = 24  # columns of a meter
+LAST_COLD_VALUES = "tokens", "hit", "position", "message", "messages"
 
 
 def picture(now: Facts) -> RenderableType:
@@ -33,6 +34,8 @@ def picture(now: Facts) -> RenderableType:
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     table.add_row("hit rate", _hits(now))
+    if now["cold"]["requests"]:
+        table.add_row("cold", _cold(now["cold"]))
     table.add_row("tokens/s", _listed(rates, "asked_tokens", "hit_tokens", "promoted_tokens", "stored_tokens"))
     table.add_row("calls/s", _listed(rates, "fetches", "stores"))
     table.add_row("RAM", _ram(now["ram"]))
@@ -61,6 +64,21 @@ def _hits(now: Facts) -> str:
 
     since_start = f"since its start {describe(now['hit_rate_since_start'])}"
     return since_start if now["seconds"] is None else f"{describe(now['hit_rate'])}; {since_start}"
+
+
+def _cold(cold: Facts) -> Text:
+    """Return how many requests hit little, by the part in which they parted, and where the last one did."""
+    more = f" (+{cold['meanwhile']:,.0f})" if cold["meanwhile"] else ""
+    parts = sorted(cold["parts"].items(), key=lambda counted: -counted[1])
+    listed = ", ".join(f"{number:,.0f} {part}" for part, number in parts)
+    text = foreign(f"{cold['requests']:,.0f} requests{more}: {listed}")
+    if (last := cold["last"]) is not None:
+        tokens, hit, position, message, messages = (last.get(name, 0.0) for name in LAST_COLD_VALUES)
+        where = f"{last['part']} {message:,.0f} of {messages:,.0f}" if message else last["part"]
+        text.append("\n")
+        text.append(foreign(f"last: {hit:,.0f} of {tokens:,.0f} hit, parts at {position:,.0f}, {where}: "))
+        text.append(foreign(_words(last["reason"])))
+    return text
 
 
 def _ram(ram: Facts) -> Text:
