@@ -2,7 +2,7 @@
 writes by itself.
 
 Templates look ahead and move things about, so nothing is guessed: a part is marked, the chat is rendered again, and where the
-mark comes out the part is. What the mark changes elsewhere, or leaves out, is not known (decision 0044).
+mark comes out the part is. What the mark changes elsewhere, or leaves out, is not known (decision 0045).
 """
 
 from __future__ import annotations
