@@ -113,5 +113,5 @@ def test_another_model_is_404_unless_any_is_taken(served, strict, tmp_path):
     assert refused.status_code == 404
     assert f"{strict} is loaded: name that, or serve with --any-model" in refused.json()["error"]["message"]
     with serving(tmp_path / "any.log", "--model", strict, "--any-model") as server:
-        for name in ("no-such-model", "org/no-such-model", "default_model", str(strict), "a\nb"):
+        for name in ("no-such-model", "org/no-such-model", "default_model", str(strict), "a\nb", "x" * 1000):
             assert post(server, model=name).status_code == 200

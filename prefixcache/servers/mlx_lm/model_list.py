@@ -51,9 +51,7 @@ def _model(name: str) -> dict[str, Any]:
 
 def is_here(name: str) -> bool:
     """Return whether a request's model is on this machine: the default one, a folder, or in the Hugging Face cache."""
-    if name == DEFAULT or Path(name).exists():
-        return True
     try:
-        return isinstance(try_to_load_from_cache(name, "config.json"), str)
-    except ValueError:  # no name that Hugging Face has
+        return name == DEFAULT or Path(name).exists() or isinstance(try_to_load_from_cache(name, "config.json"), str)
+    except (OSError, ValueError):  # no name that a folder may have, or a repository
         return False
