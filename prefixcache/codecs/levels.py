@@ -14,7 +14,7 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from prefixcache.codecs.interchange import Array, as_float32, borrow
+from prefixcache.codecs.interchange import Array, as_float32, borrow, bring_in_stacked
 
 STEPS = 16  # of a divisor, to each factor of two
 MOST_STEPS = 255
@@ -29,22 +29,19 @@ class PackedLevels(NamedTuple):
     mean: Array | None
     steps: Array
 
-    def block(self, i: int) -> PackedLevels:
-        """Return the levels of one of several blocks."""
-        return PackedLevels(self.mean[i] if self.mean is not None else None, self.steps[i])
-
-    @classmethod
-    def joined(cls, several: Sequence[PackedLevels]) -> PackedLevels:
-        """Join one after the other, by heads. All have a mean, or none."""
-        means = [levels.mean for levels in several if levels.mean is not None]
-        return cls(np.concatenate(means) if means else None, np.concatenate([levels.steps for levels in several]))
-
 
 class LazyLevels(NamedTuple):
     """The same on MLX's device, (heads, width), lazy: mean bf16 (zeros where rows aren't centred), steps uint8."""
 
     mean: mx.array
     steps: mx.array
+
+    @classmethod
+    def brought_in(cls, several: Sequence[PackedLevels]) -> LazyLevels:
+        """Bring levels of as many heads each to MLX's device -> (levels, heads, width). All have a mean, or none."""
+        steps = bring_in_stacked([levels.steps for levels in several])
+        means = [levels.mean for levels in several if levels.mean is not None]
+        return cls(bring_in_stacked(means).view(mx.bfloat16) if means else mx.zeros(steps.shape, mx.bfloat16), steps)
 
     def packed(self, centred: bool) -> PackedLevels:
         """Evaluate the levels; return views of MLX's memory."""

@@ -7,16 +7,14 @@ first blocks may be older than the levels of its later ones.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
 from prefixcache.codecs.base import Decoding, RowCodec
-from prefixcache.codecs.interchange import Array, bring_in, element, on_cpu
-from prefixcache.codecs.levels import Levels, PackedLevels
-from prefixcache.codecs.threads import SHARE, WORTH_A_THREAD, share_out
+from prefixcache.codecs.interchange import Array, bring_in, bring_in_stacked, element, on_cpu
+from prefixcache.codecs.levels import LazyLevels, Levels, PackedLevels
 
 
 class Piece(NamedTuple):
@@ -52,16 +50,16 @@ class Piece(NamedTuple):
         rows = self.rows[:, skipped:] if self.rows is not None else None
         return self._replace(planes=tuple(plane[skipped:] for plane in self.planes), at=self.at + skipped, rows=rows)
 
-    def is_followed_by(self, other: Piece) -> bool:
-        """Tell whether both can be decoded in one launch: neighbours of one codec, with levels only where equally long."""
-        if (self.codec, self.end) != (other.codec, other.at) or self.rows is not None or other.rows is not None:
-            return False
-        levelled = self.levels is not None
-        return levelled == (other.levels is not None) and (not levelled or self.tokens == other.tokens)
-
     def decoding(self, rows: Array) -> Decoding:
         """Return the work that brings the piece into `rows` (heads, tokens, width), on the CPU."""
         return Decoding(self.planes, rows, Levels.unpacked(self.levels) if self.levels is not None else None)
+
+    def on_gpu(self) -> mx.array:
+        """Return the rows (heads, tokens, width), decoded on a GPU, lazily."""
+        if self.rows is not None:
+            return self.rows
+        levels = LazyLevels.brought_in([self.levels]) if self.levels is not None else None
+        return self.codec.decode_blocks([bring_in_stacked([plane]) for plane in self.planes], levels)
 
 
 def decode(pieces: Sequence[Piece], heads: int, capacity: int, width: int, dtype: str) -> mx.array:
@@ -103,69 +101,16 @@ def _on_the_cpu(pieces: list[Piece], heads: int, capacity: int, width: int, dtyp
 
 
 def _launched(pieces: list[Piece], heads: int, capacity: int, width: int, dtype: str) -> mx.array:
-    """Make one launch for each run of pieces that are coded alike; most streams are a few runs."""
     parts: list[mx.array] = []
     end = 0
-    runs = _runs(pieces)
-    for run in runs:
-        if run[0].at > end:
-            parts.append(mx.zeros((heads, run[0].at - end, width), element(dtype).mlx))
-        fills = run is runs[-1] and run[0].levels is None and run[0].rows is None  # zeros behind the rows, at once
-        rows = (capacity if fills else run[-1].end) - run[0].at
-        parts.append(_decode_run(run, heads, rows, width))
-        end = run[0].at + rows
-    if not parts:
-        return mx.zeros((heads, capacity, width), element(dtype).mlx)
+    for piece in pieces:
+        if piece.at > end:
+            parts.append(mx.zeros((heads, piece.at - end, width), element(dtype).mlx))
+        parts.append(piece.on_gpu())
+        end = piece.end
     if end < capacity:
         parts.append(mx.zeros((heads, capacity - end, width), element(dtype).mlx))
     buffer = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=1)
     # Begun at once: the GPU works while the next stream's codes are gathered, and MLX can use the memory of these again.
     mx.async_eval(buffer)
     return buffer
-
-
-def _decode_run(run: list[Piece], heads: int, rows: int, width: int) -> mx.array:
-    """Decode pieces that follow each other -> (heads, rows, width). To a kernel, pieces with levels of their own are
-    more heads.
-    """
-    if run[0].rows is not None:
-        return run[0].rows
-    codec, levels = run[0].codec, [piece.levels for piece in run if piece.levels is not None]
-    planes = list(zip(*(piece.planes for piece in run), strict=True))
-    if not levels:
-        return codec.decode([_joined(plane, axis=0) for plane in planes], rows, None)
-    tokens = run[0].tokens
-    joined = [_joined(plane, axis=1) for plane in planes]
-    decoded = codec.decode(joined, tokens, Levels.unpacked(PackedLevels.joined(levels)))
-    if len(run) == 1:
-        return decoded
-    return mx.swapaxes(decoded.reshape(len(run), heads, tokens, width), 0, 1).reshape(heads, rows, width)
-
-
-def _joined(planes: Sequence[Array], axis: int) -> Array:
-    """Return `np.concatenate`, by several threads; a single one as it is."""
-    if len(planes) == 1:
-        return planes[0]
-    ends = list(accumulate(plane.shape[axis] for plane in planes))
-    shape = [*planes[0].shape]
-    shape[axis] = ends[-1]
-    joined = np.empty(shape, planes[0].dtype)
-
-    def copy(first: int, last: int) -> None:
-        begin = ends[first - 1] if first else 0
-        part = joined[begin : ends[last - 1]] if axis == 0 else joined[:, begin : ends[last - 1]]
-        np.concatenate(planes[first:last], axis=axis, out=part)
-
-    share_out(len(planes), max(1, SHARE * len(planes) // joined.nbytes), joined.nbytes // WORTH_A_THREAD, copy)
-    return joined
-
-
-def _runs(pieces: list[Piece]) -> list[list[Piece]]:
-    """Return pieces of one codec that follow each other; where they have levels, of equally many tokens."""
-    runs: list[list[Piece]] = []
-    for piece in pieces:
-        if runs and runs[-1][-1].is_followed_by(piece):
-            runs[-1].append(piece)
-        else:
-            runs.append([piece])
-    return runs

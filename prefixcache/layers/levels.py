@@ -8,15 +8,14 @@ from prefixcache.layers.image_layout import Group, Member, Tensors
 
 def read(group: Group, tensors: Tensors, member: Member | None = None) -> Levels | None:
     """Return the levels of a group's heads, or of one member's, as an image has them; None where its codec levels no rows."""
-    stored = packed(group, tensors, member)
+    stored = packed(group, tensors, member.in_group if member is not None else slice(None))
     return Levels.unpacked(stored) if stored is not None else None
 
 
-def packed(group: Group, tensors: Tensors, member: Member | None = None) -> PackedLevels | None:
-    """Return the same in the image's own numbers."""
+def packed(group: Group, tensors: Tensors, heads: slice) -> PackedLevels | None:
+    """Return those of some heads in the image's own numbers."""
     if not group.steps:
         return None
-    heads = slice(None) if member is None else member.in_group
     return PackedLevels(tensors[group.mean][heads] if group.mean else None, tensors[group.steps][heads])
 
 

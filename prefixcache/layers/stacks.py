@@ -14,6 +14,7 @@ import mlx.core as mx
 from prefixcache.codecs.interchange import bring_in_stacked
 from prefixcache.codecs.levels import LazyLevels
 from prefixcache.codecs.pieces import Piece
+from prefixcache.layers import levels
 from prefixcache.layers.image_layout import Group, Member, Place, Section, Tensors
 
 AT_ONCE = 128 << 20  # bytes on the GPU beside the rows that they become
@@ -59,8 +60,8 @@ class Stack:
             self._brought = None
             there = self._brought = self._bring(member, last_head)
         heads = slice(member.head - there.first, member.in_group.stop - there.first)
-        levels = LazyLevels(*(part[:, heads] for part in there.levels)) if there.levels is not None else None
-        rows = self._group.codec.decode_blocks([plane[:, :, heads] for plane in there.planes], levels)
+        of_stream = LazyLevels(*(part[:, heads] for part in there.levels)) if there.levels is not None else None
+        rows = self._group.codec.decode_blocks([plane[:, :, heads] for plane in there.planes], of_stream)
         return Piece(self._group.codec, (), self._runs[0].at, rows=rows)
 
     def _bring(self, member: Member, last_head: int) -> HeadsOnGpu:
@@ -75,13 +76,9 @@ class Stack:
         return HeadsOnGpu(member.head, last, planes, self._levels(heads))
 
     def _levels(self, heads: slice) -> LazyLevels | None:
-        group, tensors = self._group, [run.tensors for run in self._runs]
-        if not group.steps:
-            return None
-        steps = bring_in_stacked([of_run[group.steps][heads] for of_run in tensors])
-        if not group.mean:
-            return LazyLevels(mx.zeros(steps.shape, mx.bfloat16), steps)
-        return LazyLevels(bring_in_stacked([of_run[group.mean][heads] for of_run in tensors]).view(mx.bfloat16), steps)
+        group = self._group
+        of_runs = [levels.packed(group, run.tensors, heads) for run in self._runs]
+        return LazyLevels.brought_in([of_run for of_run in of_runs if of_run is not None]) if group.steps else None
 
 
 class Stacks:

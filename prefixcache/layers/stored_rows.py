@@ -201,5 +201,5 @@ def pieces_of(section: Section, place: Place, runs: Iterable[RowRun]) -> list[Pi
     pieces = []
     for run in runs:
         planes = tuple(run.tensors[name][run.first : run.first + run.rows, member.in_group] for name in group.names)
-        pieces.append(Piece(group.codec, planes, run.at, levels.packed(group, run.tensors, member)))
+        pieces.append(Piece(group.codec, planes, run.at, levels.packed(group, run.tensors, member.in_group)))
     return pieces

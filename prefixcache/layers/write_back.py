@@ -26,7 +26,7 @@ from prefixcache.layers.recode import row_pairs
 def decoded_rows(group: Group, member: Member, rows: slice, tensors: Tensors) -> mx.array:
     """Return these rows of an image's tensors as a fetch would give them, of one stream: (heads, tokens, width)."""
     planes = tuple(tensors[name][rows, member.in_group] for name in group.names)
-    piece = Piece(group.codec, planes, 0, levels.packed(group, tensors, member))
+    piece = Piece(group.codec, planes, 0, levels.packed(group, tensors, member.in_group))
     return decode([piece], member.heads, piece.tokens, group.codec.width, group.codec.dtype)
 
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from mlx_lm.models.cache import make_prompt_cache
 
 from prefixcache import PrefixCache
+from prefixcache.codecs import levels
 from prefixcache.layers import stacks, stored_rows
 from prefixcache.layers.image_layout import live_arrays
 from prefixcache.layers.read_ahead import ReadAhead
@@ -63,7 +64,8 @@ def test_bytes_go_to_the_gpu_once_for_many_blocks_and_streams(monkeypatch):
     with PrefixCache(ram="64MB", codec="turboquant:4", hot=0) as cache:
         cache.store(tokens, live, model="m")
         copies, copy = [], stacks.bring_in_stacked
-        monkeypatch.setattr(stacks, "bring_in_stacked", lambda arrays: copies.append(len(arrays)) or copy(arrays))
+        for module in (stacks, levels):
+            monkeypatch.setattr(module, "bring_in_stacked", lambda arrays: copies.append(len(arrays)) or copy(arrays))
         fetched(cache, tokens, monkeypatch, stacked=True, at_once=stacks.AT_ONCE)
     # Sinks; codes, scales and levels of keys, of values; the tail. Two blocks each, whatever the number of layers.
     assert copies.count(2) == 7
