@@ -74,7 +74,7 @@ from prefixcache.store_fetch_remove.store import StoreCall, Stored
 from prefixcache.tiers.hot import HotPrompts
 from prefixcache.tiers.idle import Idle
 from prefixcache.tiers.memory_pressure import Pressure
-from prefixcache.tiers.parting import Parting, parting_of
+from prefixcache.tiers.parting import Parting, branch_point_of, parting_of
 from prefixcache.tiers.promotion import Promoter, last_of
 from prefixcache.tiers.prompt import Prompt, PromptTerms, count_hit
 from prefixcache.tiers.storage import Storage
@@ -454,6 +454,20 @@ class PrefixCache:
         with self._storage.lock:
             self._check_open()
             return parting_of(self._storage, prompt, hit)
+
+    def branch_point(self, tokens: Tokens | Prompt, *, model: str | None = None, salt: bytes = b"") -> int:
+        """Return up to which end of a block a stored prompt is the same as these tokens, for a model with recurrent layers;
+        0 for others, whose hits end anywhere. No I/O, and nothing changes; no MLX, but where ranks agree on it.
+
+        Where it is beyond the hit, the prompts part there, and others may begin alike: end a chunk of the prefill there and
+        `store` it, with its state. The last token is left out, as by a fetch.
+        """
+        prompt = self._prompt(tokens, model, salt)
+        with self._storage.lock:
+            depth, needs_snapshot = branch_point_of(self._storage, prompt)
+        if self.ranks is not None:  # the stages of a pipeline have different layers
+            depth, needs_snapshot = self.ranks.least(depth)[0], self.ranks.any(needs_snapshot)
+        return depth if needs_snapshot else 0
 
     def fetch(
         self,

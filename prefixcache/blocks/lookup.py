@@ -14,8 +14,8 @@ from prefixcache.image_format import ROWS
 from prefixcache.keys import BLOCK, TOKEN_BYTES
 
 
-def hit_depth(walk: Walk, tier: int, limit: int) -> int:
-    """Return the deepest boundary <= `limit` that can be hit."""
+def rows_depth(walk: Walk, tier: int) -> int:
+    """Return how many leading tokens have their rows, those of layers that keep every token."""
     tiers, last = _tiers_to(tier), walk.tree.root
     for node in walk.path:
         rows = node.rows
@@ -25,7 +25,12 @@ def hit_depth(walk: Walk, tier: int, limit: int) -> int:
     depth, partial = last.end, walk.partial
     if partial is not None and partial.parent is last and partial.rows is not None and partial.rows.tiers & tiers:
         depth += walk.shared
-    depth = min(depth, limit)
+    return depth
+
+
+def hit_depth(walk: Walk, tier: int, limit: int) -> int:
+    """Return the deepest boundary <= `limit` that can be hit."""
+    depth = min(rows_depth(walk, tier), limit)
     if walk.tree.snapshots:
         for boundary, _ in _snapshots(walk, tier, depth):
             if _covered(walk, tier, boundary) == boundary:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from prefixcache.blocks.lookup import hit_depth
+from prefixcache.blocks.lookup import hit_depth, rows_depth
 from prefixcache.blocks.node import RAM, Walk
 from prefixcache.keys import BLOCK
 from prefixcache.tiers.prompt import Prompt
@@ -55,6 +55,13 @@ class Parting(NamedTuple):
         return self.tokens - self.position > 0 and self.reason != NOTHING_STORED
 
 
+class BranchPoint(NamedTuple):
+    """After how many tokens a prompt parts from those that are stored, and whether a hit there would need a snapshot."""
+
+    depth: int
+    needs_snapshot: bool
+
+
 def parting_of(storage: Storage, prompt: Prompt, hit: int) -> Parting:
     """Return where a prompt that was given `hit` tokens parts from what is stored. Called under the storage's lock."""
     walks = [(space, prompt.walk(space)) for space in prompt.namespaces()]
@@ -67,6 +74,15 @@ def parting_of(storage: Storage, prompt: Prompt, hit: int) -> Parting:
         return Parting(len(prompt), hit, evicted, EVICTED)
     reason = OTHER_FORM if prompt.left_alone(known) else _reason(storage, prompt, space, walk, hit)
     return Parting(len(prompt), hit, known, reason)
+
+
+def branch_point_of(storage: Storage, prompt: Prompt) -> BranchPoint:
+    """Return the end of the last whole block up to which a stored prompt is the same, below the last token, which is always
+    computed. Called under the storage's lock.
+    """
+    known = [(rows_depth(prompt.walk(space), storage.graph.last), space) for space in prompt.namespaces()]
+    depth = min(max((depth for depth, _ in known), default=0), max(len(prompt) - 1, 0))
+    return BranchPoint(depth // BLOCK * BLOCK, any(space.plan.snapshots for _, space in known))
 
 
 def _evicted_to(storage: Storage, prompt: Prompt, space: Namespace, walk: Walk) -> int:

@@ -64,6 +64,7 @@ class CacheMachine(RuleBasedStateMachine):
     check = staticmethod(states.check)
     codec = "raw"
     any_boundary = True
+    recurrent = False
 
     @initialize(
         ram=st.sampled_from([120_000, 400_000, 5_000_000]),
@@ -186,6 +187,19 @@ class CacheMachine(RuleBasedStateMachine):
             if self.roomy:
                 assert (stored.tokens, stored.new_tokens) == (depth, 0)
             self.fetch(tokens[:depth], 1)
+
+    @rule(tokens=prompts, runs=RUNS)
+    def store_where_it_parts_from_others(self, tokens, runs):
+        """Recurrent state at a branch point is hit by all that begin so. Other layers need none."""
+        asked = [*tokens, *spell(runs)]
+        point = self.cache.branch_point(asked, model="m")
+        assert point <= self.expected(asked) * self.recurrent
+        if self.roomy and self.recurrent:
+            assert point >= min(self.expected(asked, self.sure), len(asked) - 1) // 256 * 256
+        if point:
+            self.store(asked[:point])
+            if self.roomy:
+                assert self.cache.match([*asked[:point], -1], model="m").ssd == point
 
     @rule(tokens=prompts)
     def parting(self, tokens):
@@ -397,6 +411,7 @@ class ChunkedMachine(CacheMachine):
 class HybridMachine(CacheMachine):
     make = staticmethod(states.hybrid)
     any_boundary = False
+    recurrent = True
 
 
 class LevelledMachine(CacheMachine):

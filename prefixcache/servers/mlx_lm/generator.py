@@ -31,7 +31,7 @@ from prefixcache.servers.loaded_model import calibration_of, compile_kernels
 from prefixcache.servers.mlx_lm.answers import Answers, Ended
 from prefixcache.servers.mlx_lm.context import room_for
 from prefixcache.servers.mlx_lm.errors import RankFailed, may_be_the_hits
-from prefixcache.servers.mlx_lm.prefill import RequestBatches
+from prefixcache.servers.mlx_lm.prefill import RequestBatches, SingleKeeper
 from prefixcache.servers.mlx_lm.prefill import stream as blockwise_stream
 from prefixcache.servers.mlx_lm.prompt_tokenizer import PromptTokenizer
 from prefixcache.servers.mlx_lm.provider import Provider
@@ -192,8 +192,8 @@ class Generator:
     ) -> Iterator[Any]:
         if self.prompts.exact_prefill:
             return stream_generate(prompt=prompt, **options)
-        keep_blocks, known = partial(self.prompts.keep_blocks, request), request.prompt.given[:depth].tolist()
-        return blockwise_stream(stream_generate, known, keep_blocks, prompt=prompt, **options)
+        keeper = SingleKeeper(self.prompts, request, request.prompt.given[:depth].tolist())
+        return blockwise_stream(stream_generate, keeper, prompt=prompt, **options)
 
     def begin_alone(self, answers: Answers) -> None:
         answers.alone = True
@@ -309,9 +309,10 @@ class Generator:
         request_log.go_on(match.ram)
         ids, space = prompt.given, (prompt.model, prompt.salt)
         sliceable = self.model_provider.sliceable
+        boundaries = sorted({*tokenized.boundaries, *self.prompts.branch_points(tokenized, match.ram)})
         awaited = self.turns.awaited(lambda: self.admission.wait_for(ids, space, match.ram, sliceable=sliceable))
         if awaited is None and self.turns.is_first:
-            self.admission.enter(Computing(ids, space, tokenized.boundaries, answers.wanted, match.ram))
+            self.admission.enter(Computing(ids, space, boundaries, answers.wanted, match.ram))
         return awaited
 
     def _wait_for_promotions(self, promotions: AwaitedPromotions) -> Wait:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -27,17 +27,15 @@ from prefixcache.servers.mlx_lm.upstream import Batches, RequestTokens, in_tempo
 
 log = logging.getLogger("prefixcache")
 
-# Codes and stores the whole blocks of these tokens from one on, and puts them back; the last says whether to keep state, too.
-KeepBlocks = Callable[[Sequence[int], list[Any], int, bool], None]
-
 
 class Begun(NamedTuple):
     """How a request was begun that has no token of its answer yet: the segments of its prompt behind the tokens of its `hit`,
-    and what else mlx-lm's loop gave.
+    where its recurrent state is kept on the way (`points`), and what else mlx-lm's loop gave.
     """
 
     segments: list[list[int]]
     hit: list[int]
+    points: list[int]
     options: dict[str, Any]
 
 
@@ -66,12 +64,17 @@ class RequestBatches:
 
     def insert_segments(self, segments: Any, *, all_tokens: Any = None, **options: Any) -> Any:
         known = all_tokens or [[] for _ in segments]
-        pieces = self._blocks.pieces_of(segments, known) if self._blocks is not None else segments
         begun_with = {name: values for name, values in options.items() if name != "caches"}
         begun = [
-            Begun([list(segment) for segment in parts], list(tokens), {n: v[i : i + 1] for n, v in begun_with.items()})
+            Begun(
+                [list(segment) for segment in parts],
+                list(tokens),
+                self._prompts.branch_points(request_of(tokens), len(tokens)),
+                {name: values[i : i + 1] for name, values in begun_with.items()},
+            )
             for i, (parts, tokens) in enumerate(zip(segments, known, strict=True))
         ]
+        pieces = [*map(self._blocks.pieces_of, begun)] if self._blocks is not None else segments
         uids = self._batches.insert_segments(pieces, all_tokens=known, **options)
         for uid, of_sequence, tokens in zip(uids, begun, known, strict=True):
             self._requests[uid], self._begun[uid] = request_of(tokens), of_sequence
@@ -176,12 +179,17 @@ class RequestBatches:
         self._batches.insert_as(uid, insert)
 
 
-def pieces_of(segments: Sequence[list[int]], at: int, step: int) -> list[list[int]]:
-    """Segments that begin at token `at`, in pieces of at most `step` tokens that end where a block or a segment ends."""
+def pieces_of(segments: Sequence[list[int]], at: int, step: int, points: Sequence[int]) -> list[list[int]]:
+    """Segments that begin at token `at`, in pieces of at most `step` tokens that end where a block or a segment ends, and at
+    each of `points`.
+    """
     pieces = []
     for segment in segments:
-        pieces += [segment[first - at : last - at] for first, last in chunks(at, at + len(segment), step)]
-        at += len(segment)
+        end = at + len(segment)
+        bounds = [at, *(point for point in points if at < point < end), end]
+        parts = [part for bound in pairwise(bounds) for part in chunks(*bound, step)]
+        pieces += [segment[first - at : last - at] for first, last in parts]
+        at = end
     return pieces
 
 
@@ -192,17 +200,18 @@ class BlockKeeper:
         self._batches, self._prompts = batches, prompts
         self._kept: dict[int, int] = {}  # by uid: the tokens whose blocks are kept, or came from the cache
         self._ends: dict[int, set[int]] = {}  # by uid: the tokens computed where the caller's segments end
+        self._points: dict[int, set[int]] = {}  # by uid: where recurrent state is kept on the way
 
-    def pieces_of(self, segments: Any, known: Any) -> list[list[list[int]]]:
-        """Return the segments of sequences, of which some tokens are known, in pieces that end where a block does."""
+    def pieces_of(self, begun: Begun) -> list[list[int]]:
+        """Return the segments of a sequence in pieces that end where a block does, and where state is kept."""
         step = self._batches.prefill_step_size
-        of_sequences = zip(segments, known, strict=True)
-        return [pieces_of([*filter(None, parts)], len(tokens), step) for parts, tokens in of_sequences]
+        return pieces_of([*filter(None, begun.segments)], len(begun.hit), step, begun.points)
 
     def begin(self, uid: int, begun: Begun) -> None:
         """Hear that a sequence was inserted."""
         ends = [*accumulate(len(segment) for segment in begun.segments if segment)]
         self._ends[uid] = {*ends, ends[-1] - 1}
+        self._points[uid] = {*begun.points, *(len(begun.hit) + end for end in ends)}
         self._kept[uid] = len(begun.hit) // BLOCK * BLOCK
 
     def keep(self, prompt_responses: Any, generated: Any, requests: Mapping[int, TokenizedRequest | None]) -> None:
@@ -220,8 +229,8 @@ class BlockKeeper:
 
     def forget(self, uid: int) -> None:
         """Hear that a sequence has gone."""
-        self._kept.pop(uid, None)
-        self._ends.pop(uid, None)
+        for of_sequences in (self._kept, self._ends, self._points):
+            of_sequences.pop(uid, None)
 
     def _keep(self, batch: Any, uid: int, to_come: int, requests: Mapping[int, TokenizedRequest | None]) -> None:
         """Keep the blocks of a sequence that have become whole."""
@@ -233,7 +242,8 @@ class BlockKeeper:
         if whole > since or to_come == 1:
             layers = [_single(layer, i) for layer in batch.prompt_cache]
             ready = tokens if to_come == 1 else tokens[:whole]
-            self._prompts.keep_blocks(requests[uid], ready, layers, since, to_come <= BLOCK)
+            state = to_come <= BLOCK or whole in self._points[uid]
+            self._prompts.keep_blocks(requests[uid], ready, layers, since, state)
             for layer, single in zip(batch.prompt_cache, layers, strict=True):
                 _put_back(layer, i, single, since, whole)
             self._kept[uid] = whole
@@ -266,16 +276,33 @@ def _put_back(batched: Any, i: int, single: Any, since: int, end: int) -> None:
                 batched.values[i : i + 1, :, to] = single.values[:, :, at]
 
 
+class SingleKeeper:
+    """Keeps the blocks of a request that is served by itself, as they become whole. `known`: the tokens of its hit."""
+
+    def __init__(self, prompts: TenantPromptCache, request: TokenizedRequest, known: list[int]):
+        self.known = known
+        self.points = prompts.branch_points(request, len(known))  # where recurrent state is kept on the way
+        self._keep_blocks = partial(prompts.keep_blocks, request)
+        self._kept = len(known) // BLOCK * BLOCK  # the tokens whose blocks are kept, or came from the cache
+
+    def keep(self, tokens: list[int], layers: list[Any], to_come: int) -> None:
+        """Keep what has become whole of these tokens, of whose prompt `to_come` are still to be computed."""
+        whole = len(tokens) // BLOCK * BLOCK
+        if whole > self._kept or to_come == 1:
+            ready, state = tokens if to_come == 1 else tokens[:whole], to_come <= BLOCK or whole in self.points
+            self._keep_blocks(ready, layers, self._kept, state)
+        self._kept = max(whole, self._kept)
+
+
 def stream(
     generate: Callable[..., Iterator[Any]],
-    known: Sequence[int],
-    keep_blocks: KeepBlocks,
+    keeper: SingleKeeper,
     model: Any,
     tokenizer: Any,
     prompt: Sequence[int],
     **options: Any,
 ) -> Iterator[Any]:
-    """mlx-lm's `stream_generate` (`generate`) of a prompt whose tokens before `prompt`, `known`, are in the prompt cache.
+    """mlx-lm's `stream_generate` (`generate`) of a prompt whose tokens before `prompt` are in the prompt cache.
 
     What is not the prefill of one model's tokens (a draft model, images, rows that are quantised meanwhile, processors that
     look at the prompt) is left to it, on exact rows.
@@ -289,28 +316,21 @@ def stream(
     ):
         yield from generate(model=model, tokenizer=tokenizer, prompt=prompt, **options)
         return
-    tokens, kept = list(known), len(known) // BLOCK * BLOCK
+    tokens, step = list(keeper.known), options.get("prefill_step_size", 2048)
     progress = options.get("prompt_progress_callback") or (lambda done, total: None)
     done = 0
     with mx.stream(options.get("stream") or generation_stream):  # mlx-lm 0.31 passes none
-        for piece in pieces_of([list(prompt[:-1])], len(tokens), options.get("prefill_step_size", 2048)):
+        for piece in pieces_of([list(prompt[:-1])], len(tokens), step, keeper.points):
             progress(done, len(prompt))
             model(mx.array([piece]), cache=layers)
             mx.eval([layer.state for layer in layers])
             mx.clear_cache()
             tokens += piece
             done += len(piece)
-            kept = _keep_single(keep_blocks, tokens, layers, kept, len(prompt) - done)
+            keeper.keep(tokens, layers, len(prompt) - done)
     options["prompt_progress_callback"] = lambda computed, total: progress(done + computed, len(prompt))
     tokens.append(prompt[-1])
     for response in generate(model=model, tokenizer=tokenizer, prompt=list(prompt[-1:]), **options):
-        kept = _keep_single(keep_blocks, tokens, layers, kept, 0)
+        keeper.keep(tokens, layers, 0)
         tokens.append(response.token)
         yield response
-
-
-def _keep_single(keep_blocks: KeepBlocks, tokens: list[int], layers: list[Any], kept: int, to_come: int) -> int:
-    whole = len(tokens) // BLOCK * BLOCK
-    if whole > kept or to_come == 1:
-        keep_blocks(tokens if to_come == 1 else tokens[:whole], layers, kept, to_come <= BLOCK)
-    return max(whole, kept)

@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 
 from prefixcache.keys import as_tokens
 from prefixcache.servers.canonical import CanonicalText, TemplateChat, canonical
-from prefixcache.servers.chat_messages import TemplateRoles, for_template
+from prefixcache.servers.chat_messages import Message, TemplateRoles, for_template
 from prefixcache.servers.mlx_lm.client_template import ClientTemplate
 from prefixcache.servers.mlx_lm.context import room_for, too_long
 from prefixcache.servers.mlx_lm.provider import LoadedModel, Provider
+from prefixcache.servers.mlx_lm.tools_end import ToolsEnds, segment_at
 from prefixcache.servers.mlx_lm.upstream import MLX_LM_0_31, has_images
 from prefixcache.servers.prompt_parts import TEXT, UNKNOWN, ChatText, Part, place_of, render_by
 from prefixcache.servers.request_schema import TEMPLATE, RequestRefused
@@ -33,6 +34,7 @@ class PromptTokenizer:
 
     def __init__(self, provider: Provider, tokenize: Callable[[Any, Any, Any], Any], canonical: CanonicalText):
         self._provider, self._by_mlx_lm, self._canonical = provider, tokenize, canonical
+        self._tools_ends = ToolsEnds()
 
     def tokenize_early(self, request: Any, args: Any) -> None:
         """Tokenize a prompt on its client's thread, if its model is loaded; else check that the model can be loaded. A prompt
@@ -103,11 +105,18 @@ class PromptTokenizer:
         except Exception as error:  # of the template, or of what mlx-lm does with messages, tools and images
             missing = " is missing" if isinstance(error, KeyError) else ""
             raise RequestRefused(f"the prompt can't be read: {str(error)[:200]}{missing}") from error
-        tokens = len(as_tokens(tokenized[0]))
-        if tokens == 0:  # the loop would die of it
+        tokens = as_tokens(tokenized[0])
+        if not len(tokens):  # the loop would die of it
             raise RequestRefused("the prompt has no tokens: give some text")
-        room_for(tokens, loaded.context)
-        return tokenized
+        room_for(len(tokens), loaded.context)
+        if not tools or self._provider.sliceable or _brings_template(args) or has_images(request):
+            return tokenized
+
+        def tokenize(others: list[Message]) -> Any:
+            return self._by_mlx_lm(tokenizer, replace(request, messages=others, tools=tools), args)[0]
+
+        terms = (loaded.key, tools, args.chat_template_kwargs)
+        return segment_at(tokenized, self._tools_ends.find(tokens, messages, terms, tokenize))
 
 
 def check_sampling(args: Any, size: int) -> None:

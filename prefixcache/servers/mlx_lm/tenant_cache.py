@@ -16,7 +16,7 @@ import mlx.core as mx
 import numpy as np
 
 from prefixcache.cache import PrefixCache
-from prefixcache.keys import as_tokens
+from prefixcache.keys import BLOCK, as_tokens
 from prefixcache.layers import CacheError
 from prefixcache.layers.form import CacheForm
 from prefixcache.servers.mlx_lm.answers import Answers
@@ -123,6 +123,15 @@ class TenantPromptCache(TieredPromptCache):
     def prompt_of(self, ids: np.ndarray, name: str, salt: bytes, form: CacheForm | None) -> Prompt:
         """Return the prompt of a model with this name: answered the same again, unless rows stay as they are computed."""
         return self.cache.prompt(ids, model=name, salt=salt, like=form, whole_blocks=not self.exact_prefill)
+
+    def branch_points(self, request: TokenizedRequest | None, depth: int) -> list[int]:
+        """Return where the prefill of a request, whose hit has `depth` tokens, keeps recurrent state for prompts that part
+        from it: the ends of blocks, ascending. Decision 0046 says why there.
+        """
+        if request is None or not len(request.prompt) or self.exact_prefill:
+            return []
+        point = self.cache.branch_point(request.prompt)
+        return [point] if point - depth >= BLOCK else []
 
     def keep_blocks(
         self, request: TokenizedRequest | None, tokens: Sequence[int], layers: list[Any], since: int, state: bool

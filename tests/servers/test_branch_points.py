@@ -1,0 +1,88 @@
+"""Under `prefixcache serve`, a model with recurrent layers is hit where a prompt parted from those stored before it: a system
+text that another directory or another day changes behind long tools. Processes of their own, HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlx_lm.utils import load_tokenizer
+
+from prefixcache.keys import BLOCK, as_tokens, common_prefix
+from tests.servers.serving import Message, Server, ask, at_once, save_model, serving, serving_plainly, text, user
+from tests.servers.test_serve_answers import TEMPLATE
+
+SHARED = text(700, "agent")
+DIRECTORIES = ("alpha", "beta", "gamma", "delta", "epsilon")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("recurrent") / "model", "qwen3_next", template=TEMPLATE)
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> Iterator[Server]:
+    with serving_plainly(folder / "plain.log", "--model", folder) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def served(folder: Path) -> Iterator[Server]:
+    with serving(folder / "served.log", "--model", folder) as server:
+        yield server
+
+
+def in_directory(name: str, shared: str) -> list[Message]:
+    """A prompt that begins as others do, and parts from them in the middle of its system text."""
+    return [
+        {"role": "system", "content": f"{shared} You are in {name}. {text(150, name)}"},
+        *user("Look at the notes."),
+    ]
+
+
+def tool(name: str) -> dict[str, Any]:
+    function = {"name": "count", "description": text(70, name), "parameters": {"type": "object", "properties": {}}}
+    return {"type": "function", "function": function}
+
+
+def branch_point(folder: Path, *prompts: list[Message], **options: Any) -> int:
+    """The end of the last block that all prompts share."""
+    template = load_tokenizer(str(folder)).apply_chat_template
+    tokens = [as_tokens(template(prompt, add_generation_prompt=True, **options)) for prompt in prompts]
+    return min(common_prefix(tokens[0], other) for other in tokens[1:]) // BLOCK * BLOCK
+
+
+@pytest.mark.parametrize("drawn", [{}, {"seed": 3}])  # in a batch, or one by one
+def test_from_the_third_directory_on_what_is_shared_is_hit(folder, plain, served, drawn):
+    prompts = [in_directory(name, f"{drawn} {SHARED}") for name in DIRECTORIES]
+    answers = [ask(served, prompt, **drawn) for prompt in prompts]
+    assert [answer.cached for answer in answers] == [0, 0] + 3 * [branch_point(folder, *prompts)]
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert ask(plain, prompt, **drawn)._replace(cached=answer.cached) == answer
+
+
+@pytest.mark.parametrize("roles", [("system", "user"), ("user",), ("system", "user", "assistant", "user")])
+def test_of_the_second_directory_on_the_tools_are_hit(folder, plain, served, roles):
+    """The template has them before all else."""
+    tools = [tool(f"{roles} {number}") for number in range(6)]
+    chats = [[{"role": role, "content": f"{role} {name} {text(300, name)}"} for role in roles] for name in DIRECTORIES]
+    answers = [ask(served, chat, tools=tools) for chat in chats]
+    point = branch_point(folder, *chats, tools=tools)
+    assert [answer.cached for answer in answers] == [0] + 4 * [point]
+    assert point >= 256
+    for chat, answer in zip(chats, answers, strict=True):
+        assert ask(plain, chat, tools=tools)._replace(cached=answer.cached) == answer
+
+
+def test_of_those_that_ask_at_once_one_computes_what_is_shared(folder, plain, served):
+    """The first of them leaves its state where it parts from what is stored, and the others wait for that."""
+    known, *prompts = [in_directory(name, f"At once. {SHARED}") for name in DIRECTORIES]
+    ask(served, known)
+    answers = at_once([lambda prompt=prompt: ask(served, prompt) for prompt in prompts])
+    assert sorted(answer.cached for answer in answers) == [0] + 3 * [branch_point(folder, known, *prompts)]
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert ask(plain, prompt)._replace(cached=answer.cached) == answer
