@@ -28,6 +28,7 @@ LATER = {  # by name, the module that has the function of that name
     "calibrate": "prefixcache.cli.calibrate.command",
     "demo": "prefixcache.cli.demo.command",
     "evaluate": "prefixcache.cli.evaluate.command",
+    "explain": "prefixcache.cli.explain",
     "plan": "prefixcache.cli.plan.command",
     "serve": "prefixcache.cli.serve.command",
     "top": "prefixcache.cli.top.command",

@@ -1,0 +1,129 @@
+"""`prefixcache explain`: where two requests of one's own part, with their text. `servers.compared_prompts` compares them.
+
+mlx-lm is imported when the command runs, so that asking for help and a wrong file are quick.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from prefixcache.cli.options import AsJson, with_options
+from prefixcache.cli.running.prompts import read_bodies
+from prefixcache.cli.text import Refused, print_json, refusing, safe
+
+if TYPE_CHECKING:
+    from prefixcache.servers.compared_prompts import Comparison, RequestReader, Side
+
+Request = Annotated[Path, typer.Argument(help="The body of a chat, messages or responses request, as JSON.")]
+
+
+@dataclass(frozen=True)
+class TokenizerOptions:
+    """The model whose tokenizer and chat template make the prompts."""
+
+    model: Annotated[str, typer.Option(metavar="MODEL", help="The model's folder, or its name on Hugging Face.")]
+    chat_template: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="A chat template in the place of the model's own.")
+    ] = None
+    chat_template_args: Annotated[
+        str, typer.Option(metavar="JSON", help="Arguments of the template, such as '{\"enable_thinking\": false}'.")
+    ] = "{}"
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
+    ] = False
+    no_canonical: Annotated[
+        bool, typer.Option("--no-canonical", help="Leave the text of prompts as it is; give it if the server has it.")
+    ] = False
+
+
+@with_options
+def explain(given: TokenizerOptions, first: Request, second: Request, as_json: AsJson = False) -> None:
+    """Show where the prompts of two requests part: how many tokens they begin with alike, in which part of each (the system
+    text, the tools, a message), the text around it, and which rules of canonical text make a difference. The model is not
+    loaded, and no server is asked.
+
+    Exit code: 0 shown, 2 it could not be.
+    """
+    with refusing():
+        bodies = [_body(file) for file in (first, second)]
+        try:
+            arguments = json.loads(given.chat_template_args)
+        except ValueError:
+            arguments = None
+        if not isinstance(arguments, dict):
+            raise Refused(f"--chat-template-args {given.chat_template_args}: not a JSON object; write one")
+        from prefixcache.servers.compared_prompts import compare
+        from prefixcache.servers.request_schema import RequestRefused
+
+        reader = _reader(given, arguments)
+        try:
+            compared = compare(reader, *bodies, canonical=not given.no_canonical)
+        except ValueError as error:
+            raise Refused(str(error) if isinstance(error, RequestRefused) else f"a request: {error}") from None
+    if as_json:
+        print_json(_facts(compared))
+    else:
+        typer.echo("\n".join(_lines(compared, (first.name, second.name), canonical=not given.no_canonical)))
+
+
+def _body(file: Path) -> dict[str, Any]:
+    bodies = read_bodies([file])
+    if len(bodies) != 1:
+        raise Refused(f"{file}: {len(bodies)} requests; give a file with one")
+    return bodies[0][1]
+
+
+def _reader(given: TokenizerOptions, arguments: dict[str, Any]) -> RequestReader:
+    from mlx_lm.utils import load_tokenizer
+
+    from prefixcache.servers.chat_messages import template_roles
+    from prefixcache.servers.compared_prompts import RequestReader
+    from prefixcache.upstream import download
+
+    logging.getLogger("transformers").setLevel(logging.ERROR)  # it would warn that a prompt is longer than the context
+    template = {"chat_template": given.chat_template} if given.chat_template else {}
+    try:
+        folder = Path(given.model).expanduser()
+        folder = folder if folder.is_dir() else download(given.model)
+        tokenizer = load_tokenizer(folder, {"trust_remote_code": given.trust_remote_code, **template})
+    except Exception as error:  # what the Hub and tokenizers raise has no common class
+        reason = " ".join(str(error).split())[:200]
+        raise Refused(
+            f"--model {given.model}: its tokenizer can't be loaded: {reason}; give a model's folder"
+        ) from error
+    return RequestReader(tokenizer, template_roles(tokenizer), arguments)
+
+
+def _facts(compared: Comparison) -> dict[str, Any]:
+    sides = [
+        {"tokens": side.tokens, "part": side.part._asdict(), "before": side.before, "behind": side.behind}
+        for side in (compared.first, compared.second)
+    ]
+    return {"common": compared.common, "first": sides[0], "second": sides[1], "rules": compared.switched}
+
+
+def _lines(compared: Comparison, names: tuple[str, str], *, canonical: bool) -> list[str]:
+    sides, width = (compared.first, compared.second), max(len(safe(name)) for name in names)
+    lines = [f"{compared.common:,} tokens in common"]
+    for name, side in zip(names, sides, strict=True):
+        lines.append(f"  {safe(name):{width}}  {side.tokens:,} tokens{_where(side, compared)}")
+    if not compared.are_same:
+        for name, side in zip(names, sides, strict=True):
+            lines += ["", f"{safe(name)}:", f"  {safe(side.before)}", f"  -> {safe(side.behind) or '(it ends here)'}"]
+        lines.append("")
+    for rule, tokens in compared.switched.items():
+        how = "without" if canonical else "with"
+        lines.append(f"{how} rule {rule} of canonical text: {tokens:,} tokens in common")
+    return lines
+
+
+def _where(side: Side, compared: Comparison) -> str:
+    if compared.are_same:
+        return ""
+    return f"; parts in {side.part.in_words()}" if compared.common < side.tokens else "; all of it is in common"

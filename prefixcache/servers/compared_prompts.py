@@ -1,0 +1,141 @@
+"""Two requests of one's own, compared as a server has their prompts: how many tokens they begin with alike, and what stands
+where they part. `prefixcache explain` shows it, with text. Nothing here loads a model's weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any, NamedTuple
+
+from prefixcache.servers.apis import Json
+from prefixcache.servers.apis.messages import Messages
+from prefixcache.servers.apis.responses import Responses
+from prefixcache.servers.canonical import RULES, TemplateChat
+from prefixcache.servers.chat_messages import TemplateRoles, for_template
+from prefixcache.servers.prompt_parts import TEXT, UNKNOWN, ChatText, Part, place_of, render_by, shared
+from prefixcache.servers.request_schema import ChatRequest, RequestRefused, TextRequest, checked
+
+BLOCKS = {"tool_use", "tool_result", "thinking", "redacted_thinking"}  # types that only /v1/messages has
+AROUND = 80  # characters that are shown on both sides of a place
+
+
+@dataclass(frozen=True)
+class RequestReader:
+    """Makes prompts of requests, as a server with this tokenizer does. `arguments`: of its chat template. `roles`: which
+    messages the template takes.
+    """
+
+    tokenizer: Any
+    roles: TemplateRoles
+    arguments: Json
+
+    def prompt(self, body: Json, rules: Sequence[str]) -> PromptText:
+        """Return a request's prompt, by these rules of canonical text. RequestRefused where a server would refuse it."""
+        if "prompt" in body:
+            text = checked(TextRequest, body)["prompt"]
+            return PromptText(text, list(self.tokenizer.encode(text)))
+        asked = checked(ChatRequest, chat_request(body))
+        chat = TemplateChat(for_template(asked["messages"], self.roles, images=False), asked.get("tools"))
+        for rule in rules:
+            chat = RULES[rule](chat)
+        render = render_by(self.tokenizer, {**self.arguments, **asked.get("chat_template_kwargs", {})})
+        rendered = ChatText(render, *chat)
+        try:
+            text = rendered.text
+        except Exception as error:  # a template raises what it likes
+            raise RequestRefused(f"the prompt can't be read: {str(error)[:200]}") from error
+        has_template = self.tokenizer.has_chat_template
+        tokens = list(self.tokenizer.encode(text, add_special_tokens=not has_template))
+        return PromptText(text, tokens, rendered if has_template else None, self.tokenizer)
+
+
+def chat_request(body: Json) -> Json:
+    """Return the chat request that a body of any of the APIs means; what only one of them has says which one it is."""
+    if "input" in body:
+        return Responses().chat_request(body)
+    tools = [tool for tool in body.get("tools") or () if isinstance(tool, dict)]
+    messages = [message for message in body.get("messages") or () if isinstance(message, dict)]
+    contents = [message.get("content") for message in messages]
+    blocks = [
+        block for content in contents if isinstance(content, list) for block in content if isinstance(block, dict)
+    ]
+    has_blocks = any(block.get("type") in BLOCKS for block in blocks)
+    if "system" in body or any("input_schema" in tool for tool in tools) or has_blocks:
+        return Messages().chat_request(body)
+    return body
+
+
+@dataclass(frozen=True)
+class PromptText:
+    """A prompt's text and tokens. `chat`: None of one that no chat template has made."""
+
+    text: str
+    tokens: list[int]
+    chat: ChatText | None = None
+    tokenizer: Any = None
+
+    def place_of(self, position: int) -> int | None:
+        """Return the character at which a token begins; of the place behind the last one, the text's end."""
+        if position == len(self.tokens):
+            return len(self.text)
+        return place_of(self.tokenizer, self.text, self.tokens, position) if self.tokenizer is not None else None
+
+    def part_at(self, place: int | None) -> Part:
+        """Return the part in which a character is."""
+        if self.chat is None or place is None:
+            return Part(UNKNOWN if self.chat is not None or self.tokenizer is not None else TEXT)
+        return self.chat.part_at(place)
+
+
+class Side(NamedTuple):
+    """One of two prompts: how many tokens it has, the part in which the other leaves it, and the text around that place."""
+
+    tokens: int
+    part: Part
+    before: str
+    behind: str
+
+
+class Comparison(NamedTuple):
+    """The `common` tokens with which both prompts begin; `switched`: how many those were with a rule of canonical text
+    switched off, or on where it was off, by its name, where that makes a difference.
+    """
+
+    common: int
+    first: Side
+    second: Side
+    switched: dict[str, int]
+
+    @property
+    def are_same(self) -> bool:
+        """Tell whether the prompts have the same tokens."""
+        return self.common == self.first.tokens == self.second.tokens
+
+
+def compare(reader: RequestReader, first: Json, second: Json, *, canonical: bool) -> Comparison:
+    """Compare two requests, in canonical text or as they are. RequestRefused where a server would refuse one of them."""
+    rules = list(RULES) if canonical else []
+    texts = reader.prompt(first, rules), reader.prompt(second, rules)
+    common = common_tokens(texts[0].tokens, texts[1].tokens)
+    switched: dict[str, int] = {}
+    for rule in RULES:
+        others = [name for name in RULES if (name in rules) != (name == rule)]
+        tokens = common_tokens(reader.prompt(first, others).tokens, reader.prompt(second, others).tokens)
+        if tokens != common:
+            switched[rule] = tokens
+    first_side, second_side = _side(texts[0], texts[1], common), _side(texts[1], texts[0], common)
+    return Comparison(common, first_side, second_side, switched)
+
+
+def common_tokens(first: Sequence[int], second: Sequence[int]) -> int:
+    """Count the tokens with which both begin."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
+
+
+def _side(text: PromptText, other: PromptText, common: int) -> Side:
+    place = text.place_of(common)
+    shown = shared(text.text, other.text) if place is None else place
+    before, behind = text.text[max(shown - AROUND, 0) : shown], text.text[shown : shown + AROUND]
+    return Side(len(text.tokens), text.part_at(place), before, behind)
