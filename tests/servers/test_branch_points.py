@@ -17,6 +17,7 @@ from tests.servers.test_serve_answers import TEMPLATE
 
 SHARED = text(700, "agent")
 DIRECTORIES = ("alpha", "beta", "gamma", "delta", "epsilon")
+DRAWN = pytest.mark.parametrize("drawn", [{}, {"seed": 3}], ids=["in a batch", "by itself"])
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +57,7 @@ def branch_point(folder: Path, *prompts: list[Message], **options: Any) -> int:
     return min(common_prefix(tokens[0], other) for other in tokens[1:]) // BLOCK * BLOCK
 
 
-@pytest.mark.parametrize("drawn", [{}, {"seed": 3}])  # in a batch, or one by one
+@DRAWN
 def test_from_the_third_directory_on_what_is_shared_is_hit(folder, plain, served, drawn):
     prompts = [in_directory(name, f"{drawn} {SHARED}") for name in DIRECTORIES]
     answers = [ask(served, prompt, **drawn) for prompt in prompts]
@@ -65,17 +66,18 @@ def test_from_the_third_directory_on_what_is_shared_is_hit(folder, plain, served
         assert ask(plain, prompt, **drawn)._replace(cached=answer.cached) == answer
 
 
+@DRAWN
 @pytest.mark.parametrize("roles", [("system", "user"), ("user",), ("system", "user", "assistant", "user")])
-def test_of_the_second_directory_on_the_tools_are_hit(folder, plain, served, roles):
+def test_of_the_second_directory_on_the_tools_are_hit(folder, plain, served, roles, drawn):
     """The template has them before all else."""
-    tools = [tool(f"{roles} {number}") for number in range(6)]
+    tools = [tool(f"{roles} {drawn} {number}") for number in range(6)]
     chats = [[{"role": role, "content": f"{role} {name} {text(300, name)}"} for role in roles] for name in DIRECTORIES]
-    answers = [ask(served, chat, tools=tools) for chat in chats]
+    answers = [ask(served, chat, tools=tools, **drawn) for chat in chats]
     point = branch_point(folder, *chats, tools=tools)
     assert [answer.cached for answer in answers] == [0] + 4 * [point]
     assert point >= 256
     for chat, answer in zip(chats, answers, strict=True):
-        assert ask(plain, chat, tools=tools)._replace(cached=answer.cached) == answer
+        assert ask(plain, chat, tools=tools, **drawn)._replace(cached=answer.cached) == answer
 
 
 def test_of_those_that_ask_at_once_one_computes_what_is_shared(folder, plain, served):

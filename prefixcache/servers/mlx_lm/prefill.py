@@ -200,7 +200,7 @@ class BlockKeeper:
         self._batches, self._prompts = batches, prompts
         self._kept: dict[int, int] = {}  # by uid: the tokens whose blocks are kept, or came from the cache
         self._ends: dict[int, set[int]] = {}  # by uid: the tokens computed where the caller's segments end
-        self._points: dict[int, set[int]] = {}  # by uid: where recurrent state is kept on the way
+        self._points: dict[int, list[int]] = {}  # by uid: where recurrent state is kept on the way
 
     def pieces_of(self, begun: Begun) -> list[list[int]]:
         """Return the segments of a sequence in pieces that end where a block does, and where state is kept."""
@@ -211,7 +211,7 @@ class BlockKeeper:
         """Hear that a sequence was inserted."""
         ends = [*accumulate(len(segment) for segment in begun.segments if segment)]
         self._ends[uid] = {*ends, ends[-1] - 1}
-        self._points[uid] = {*begun.points, *(len(begun.hit) + end for end in ends)}
+        self._points[uid] = begun.points
         self._kept[uid] = len(begun.hit) // BLOCK * BLOCK
 
     def keep(self, prompt_responses: Any, generated: Any, requests: Mapping[int, TokenizedRequest | None]) -> None:

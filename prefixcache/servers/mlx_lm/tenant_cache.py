@@ -130,8 +130,10 @@ class TenantPromptCache(TieredPromptCache):
         """
         if request is None or not len(request.prompt) or self.exact_prefill:
             return []
-        point = self.cache.branch_point(request.prompt)
-        return [point] if point - depth >= BLOCK else []
+        points = {end for end in request.boundaries if end > depth and end % BLOCK == 0}
+        if (point := self.cache.branch_point(request.prompt)) - depth >= BLOCK:
+            points.add(point)
+        return sorted(points)
 
     def keep_blocks(
         self, request: TokenizedRequest | None, tokens: Sequence[int], layers: list[Any], since: int, state: bool
