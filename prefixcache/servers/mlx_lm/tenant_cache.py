@@ -108,6 +108,7 @@ class TenantPromptCache(TieredPromptCache):
             return
         stored = self._seen(request, tokens)
         if cache_type != "assistant" and any(chunk.has(stored) for chunk in self._behind):
+            self.promotions.ended(stored)
             return  # before the first token, which is not to wait for it
         self.hear_of_chunks(all_of_them=True)
         is_answered = cache_type == "assistant" and self.cache.settings.hot != 0
