@@ -88,3 +88,12 @@ def test_of_those_that_ask_at_once_one_computes_what_is_shared(folder, plain, se
     assert sorted(answer.cached for answer in answers) == [0] + 3 * [branch_point(folder, known, *prompts)]
     for prompt, answer in zip(prompts, answers, strict=True):
         assert ask(plain, prompt)._replace(cached=answer.cached) == answer
+
+
+def test_what_is_shared_is_hit_after_a_restart(folder, tmp_path):
+    prompts = [in_directory(name, f"Next day. {SHARED}") for name in DIRECTORIES]
+    flags = ["--model", folder, "--ssd-dir", tmp_path / "ssd"]
+    with serving(tmp_path / "first.log", *flags) as first:
+        assert [ask(first, prompt).cached for prompt in prompts[:2]] == [0, 0]
+    with serving(tmp_path / "second.log", *flags) as second:
+        assert [ask(second, prompt).cached for prompt in prompts[2:]] == 3 * [branch_point(folder, *prompts)]
