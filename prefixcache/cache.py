@@ -451,8 +451,8 @@ class PrefixCache:
         it gave no more. No I/O, no MLX, and nothing changes; of ranks each answers for itself.
         """
         prompt = self._prompt(tokens, model, salt)
+        self._check_open()  # without the lock, which stores behind need to end
         with self._storage.lock:
-            self._check_open()
             return parting_of(self._storage, prompt, hit)
 
     def branch_point(self, tokens: Tokens | Prompt, *, model: str | None = None, salt: bytes = b"") -> int:
@@ -463,6 +463,7 @@ class PrefixCache:
         `store` it, with its state. The last token is left out, as by a fetch.
         """
         prompt = self._prompt(tokens, model, salt)
+        self._check_open()
         with self._storage.lock:
             depth, needs_snapshot = branch_point_of(self._storage, prompt)
         if self.ranks is not None:  # the stages of a pipeline have different layers
