@@ -86,7 +86,7 @@ def _rows_of(number: int, leaf: Leaf, first: int, last: int) -> Iterator[LeafRow
         for array in leaf.arrays.values():
             # Beside codes there are the first tokens' rows only.
             end = high if leaf.codes is None else min(high, array.shape[2])
-            if low < end and name_of(array.dtype) in _NOT_FINITE:
+            if low < end and array.size and name_of(array.dtype) in _NOT_FINITE:
                 yield LeafRows(number, low, end, array, leaf.where(low, end))
         if leaf.codes is not None and low < high:
             scales = leaf.codes.scales.view(mx.float16)  # that of a row which isn't finite isn't, either

@@ -12,6 +12,7 @@ from prefixcache.codecs import levels
 from prefixcache.layers import stacks, stored_rows
 from prefixcache.layers.image_layout import live_arrays
 from prefixcache.layers.read_ahead import ReadAhead
+from tests.cache.test_write_back import images
 from tests.models.families import FAMILIES
 
 NAMES = sorted(name for name, family in FAMILIES.items() if "snapshot" not in family.kinds)
@@ -70,3 +71,16 @@ def test_bytes_go_to_the_gpu_once_for_many_blocks_and_streams(monkeypatch):
     # Sinks; codes, scales and levels of keys, of values; the tail. Two blocks each, whatever the number of layers.
     assert copies.count(2) == 7
     assert len(copies) == 9
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_images_are_the_same_however_a_store_reads_rows(name, codec, monkeypatch):
+    """Layers without values, or of few rows, too."""
+    tokens, live = computed(name)
+    with PrefixCache(ram="64MB", codec=codec, hot=0) as here, PrefixCache(ram="64MB", codec=codec, hot=0) as there:
+        here.store(tokens, live, model="m")
+        for module in ("encode", "finite"):
+            monkeypatch.setattr(f"prefixcache.layers.{module}.on_cpu", lambda: False)
+        there.store(tokens, live, model="m")
+        assert images(here) == images(there)

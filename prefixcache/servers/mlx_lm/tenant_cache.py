@@ -109,7 +109,8 @@ class TenantPromptCache(TieredPromptCache):
         stored = self._seen(request, tokens)
         if cache_type != "assistant" and any(chunk.has(stored) for chunk in self._behind):
             self.promotions.ended(stored)
-            return  # before the first token, which is not to wait for it
+            self.promotions.ended(stored)
+            return  # before the first token, which is not to wait for the store
         self.hear_of_chunks(all_of_them=True)
         is_answered = cache_type == "assistant" and self.cache.settings.hot != 0
         kept = super().insert_cache(
