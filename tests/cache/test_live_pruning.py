@@ -94,6 +94,23 @@ def test_a_tenant_is_cleared_in_every_tier_and_its_pins_end(options):
         cache.check_integrity()
 
 
+@pytest.mark.parametrize("evicted", [1, 2])
+def test_remove_with_what_follows_takes_what_is_left_of_a_prompt_whose_end_was_evicted(options, evicted):
+    tokens = tokens_of(1)
+    with PrefixCache(**options) as cache:
+        put(cache, tokens)
+        cache.flush(30)
+        storage, prompt = cache._storage, cache.prompt(tokens, model="m@1")
+        with storage.lock:
+            (namespace,) = prompt.namespaces()
+            for node in prompt.walk(namespace).nodes[: -evicted - 1 : -1]:
+                storage.discard(node.rows)
+        assert depth(cache, tokens) == 256 * (3 - evicted)
+        cache.remove(tokens, model="m@1", following=True)
+        assert depth(cache, tokens) == 0
+        cache.check_integrity()
+
+
 def test_remove_with_what_follows_leaves_what_others_share(options):
     shared = tokens_of(1, 512)
     chats = [[*shared, *tokens_of(name, 400)] for name in (2, 3)]
