@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from prefixcache.blocks.budget import Budget, Reservation
+from prefixcache.blocks.continuations import continuations
 from prefixcache.blocks.lookup import required_images
 from prefixcache.blocks.node import RAM
 from prefixcache.byte_sizes import parse_size, size
@@ -451,8 +452,8 @@ class PrefixCache:
         it gave no more. No I/O, no MLX, and nothing changes; of ranks each answers for itself.
         """
         prompt = self._prompt(tokens, model, salt)
-        self._check_open()  # without the lock, which stores behind need to end
         with self._storage.lock:
+            self._check_open()
             return parting_of(self._storage, prompt, hit)
 
     def branch_point(self, tokens: Tokens | Prompt, *, model: str | None = None, salt: bytes = b"") -> int:
@@ -463,12 +464,31 @@ class PrefixCache:
         `store` it, with its state. The last token is left out, as by a fetch.
         """
         prompt = self._prompt(tokens, model, salt)
-        self._check_open()
         with self._storage.lock:
             depth, needs_snapshot = branch_point_of(self._storage, prompt)
         if self.ranks is not None:  # the stages of a pipeline have different layers
             depth, needs_snapshot = self.ranks.least(depth)[0], self.ranks.any(needs_snapshot)
         return depth if needs_snapshot else 0
+
+    def known(self, prompt: Prompt) -> int:
+        """Count the leading tokens of a prompt that a stored one begins with, in whichever tier; a hit may be less deep. No
+        I/O, no MLX, and nothing changes; of ranks each answers for itself.
+        """
+        with self._storage.lock:
+            self._check_open()
+            return max((prompt.walk(space).depth for space in prompt.namespaces()), default=0)
+
+    def continuations(self, prompt: Prompt, start: int, limit: int, most: int) -> list[list[int]]:
+        """Return how stored sequences go on behind the first `start` tokens of a prompt, as far as `limit` tokens. Those that
+        are alike so far count once, and no more than `most` are looked at. Nothing is read, as by `known`.
+        """
+        with self._storage.lock:
+            self._check_open()
+            walks = [prompt.walk(space) for space in prompt.namespaces()]
+            found = {
+                tokens for walk in walks if walk.depth >= start for tokens in continuations(walk, start, limit, most)
+            }
+        return [memoryview(tokens).cast("q").tolist() for tokens in sorted(found)]
 
     def fetch(
         self,

@@ -65,6 +65,7 @@ class Server:
             "-c",
             "from prefixcache.cli import app; app()",
             "serve",
+            "--no-canonical",  # all answers are to the very same prompts
             "--no-decline-slow-hits",  # a declined hit's answer is that of an empty cache
             "--model",
             model,

@@ -1,7 +1,8 @@
 """Canonical text of a chat: what means the same becomes the same tokens, whichever client and API brought it.
 
 Each rule is a function of a chat that returns it as its template is to have it, or the very chat where the rule has nothing
-to change. A rule changes what its name says and nothing else, and a second time it changes nothing. Nothing here knows MLX.
+to change. A rule changes what its name says and nothing else, and a second time it changes nothing. `as_written` has the rule
+for tokens. Nothing here knows MLX.
 """
 
 from __future__ import annotations
@@ -106,6 +107,7 @@ def _sorted(keys: Json, first: list[str] | tuple[str, ...]) -> list[str]:
 Rule = Callable[[TemplateChat], TemplateChat]
 
 RULES: dict[str, Rule] = {"headers": without_changing_headers, "schemas": with_ordered_schemas}
+ANSWERS = "answers"  # the rule of `as_written`
 
 
 def canonical(chat: TemplateChat) -> TemplateChat:
@@ -140,4 +142,4 @@ class CanonicalText:
     def changed(self) -> dict[str, float]:
         """Return how many prompts each rule has changed."""
         with self._lock:
-            return {name: float(self._changed[name]) for name in RULES}
+            return {name: float(self._changed[name]) for name in (*RULES, ANSWERS)}

@@ -33,7 +33,7 @@ class ScriptedAgent:
 
     @contextmanager
     def serving(self, name: str) -> Iterator[Server]:
-        flags = ("--model", self._model, "--ssd-dir", self._folder / "ssd", "--ssd", "1GB")
+        flags = ("--canonical", "--model", self._model, "--ssd-dir", self._folder / "ssd", "--ssd", "1GB")
         with serving(self._folder / f"{name}.log", *flags) as server:
             yield server
 

@@ -120,10 +120,12 @@ def save_adapter(folder: Path, model: Path, seed: int = 1) -> Path:
 
 
 def serve(flags: list[str]) -> None:
-    """`prefixcache serve`, which gives every hit: what is hit must not depend on how fast this machine is."""
+    """`prefixcache serve`, which gives every hit: what is hit must not depend on how fast this machine is. Prompts are
+    mlx-lm's: models of random weights say what no tokenizer reads back, so that canonical text would be another one.
+    """
     from prefixcache.cli import app
 
-    app(["serve", "--no-decline-slow-hits", *flags], prog_name="prefixcache")
+    app(["serve", "--no-decline-slow-hits", "--no-canonical", *flags], prog_name="prefixcache")
 
 
 class Endpoint:

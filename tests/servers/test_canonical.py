@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefixcache.servers.canonical import (
+    ANSWERS,
     CHANGING_HEADERS,
     RULES,
     CanonicalText,
@@ -109,7 +110,7 @@ def test_prompts_are_counted_by_the_rule_that_changed_them():
     for _ in range(2):
         text.of(TemplateChat([{"role": "system", "content": f"{HEADER}\nYou"}]))
     text.of(TemplateChat([{"role": "system", "content": "You"}], [schema]))
-    assert text.changed() == {"headers": 2, "schemas": 1}
+    assert text.changed() == {"headers": 2, "schemas": 1, ANSWERS: 0}
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ def serve(
                 requests.allow_chat_template,
                 requests.max_context,
                 requests.any_model,
-                canonical=not requests.no_canonical,
+                canonical=requests.canonical,
             ),
             admin_key=key,
             hang_timeout=run.hang_timeout,

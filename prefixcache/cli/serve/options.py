@@ -84,14 +84,13 @@ class RequestOptions:
             help="Answer a request for a model that is not on this machine with the one that is served.",
         ),
     ] = False
-    no_canonical: Annotated[
+    canonical: Annotated[
         bool,
         typer.Option(
-            "--no-canonical",
-            help="Leave the text of prompts as clients and the model's template have it, though what means the same is "
-            "then other tokens.",
+            "--canonical/--no-canonical",
+            help="Make the same tokens of what means the same; or leave prompts as clients and the template have them.",
         ),
-    ] = False
+    ] = True
 
     def hosts(self) -> tuple[str, ...]:
         """Return the names that --allowed-hosts lists."""

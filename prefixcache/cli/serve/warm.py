@@ -65,9 +65,9 @@ class WarmOptions:
         bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
     ] = False
     prefill_step_size: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens in one call of the model.")] = 2048
-    no_canonical: Annotated[
-        bool, typer.Option("--no-canonical", help="Leave the text of prompts as it is; give it if the server has it.")
-    ] = False
+    canonical: Annotated[
+        bool, typer.Option("--canonical/--no-canonical", help="As the server that is to find the prompts has it.")
+    ] = True
     pipeline: Annotated[
         bool, typer.Option("--pipeline", help="Under mlx.launch: a pipeline, as the server's, not tensor parallelism.")
     ] = False
@@ -131,7 +131,7 @@ def warm(
         requests = _read(prompts or [])
         source = _find(given)
         ranks = _ranks(given.adapter_path)
-        requests = requests if given.no_canonical else [prompt.canonical() for prompt in requests]
+        requests = [prompt.canonical() for prompt in requests] if given.canonical else requests
         sequences = _tokenize(source, requests, options)
         with _errors_of(ranks):
             done, lost = _warm(settings, source, sequences, given, ranks)

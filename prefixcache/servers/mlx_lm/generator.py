@@ -34,8 +34,8 @@ from prefixcache.servers.mlx_lm.errors import RankFailed, may_be_the_hits
 from prefixcache.servers.mlx_lm.prefill import RequestBatches, SingleKeeper
 from prefixcache.servers.mlx_lm.prefill import stream as blockwise_stream
 from prefixcache.servers.mlx_lm.prompt_tokenizer import PromptTokenizer
-from prefixcache.servers.mlx_lm.provider import Provider
-from prefixcache.servers.mlx_lm.tenant_cache import TenantPromptCache, TokenizedRequest
+from prefixcache.servers.mlx_lm.provider import LoadedModel, Provider
+from prefixcache.servers.mlx_lm.tenant_cache import TenantPromptCache, TenantSequences, TokenizedRequest
 from prefixcache.servers.mlx_lm.turns import WAKE, DeferredRequest, IdlePool, TimeBudget, Turns, Wait
 from prefixcache.servers.mlx_lm.upstream import Loop, generating_with, of_request, request_of, vision_of
 from prefixcache.servers.read_or_compute import AwaitedPromotions
@@ -81,7 +81,7 @@ class Generator:
         self.prompts = TenantPromptCache(cache, self._stored, _rows_suffix(provider.cli_args), exact_prefill)
         provider.on_load = self._loaded
         self.loop = Loop(provider.models, self.prompts, self, TimeBudget(self.request_waits, self.turns.seconds))
-        self.prompt_tokenizer = PromptTokenizer(provider, self.loop.tokenize, self.canonical)
+        self.prompt_tokenizer = PromptTokenizer(provider, self.loop.tokenize, self.canonical, self.stored_of)
         self.requests = self.loop.requests
         self.thread = self.loop.begin(self.run, self.turns.thread)
 
@@ -340,6 +340,13 @@ class Generator:
             known = request.tokenized = self._tokenize(tokenizer, request, args)
         return known
 
+    def stored_of(self, loaded: LoadedModel, request: Any) -> TenantSequences:
+        """Return what is stored of a request's model and tenant."""
+        name, salt, form = self.prompts.name_of(loaded.key), _salt_of(request), self.model_provider.form
+        return TenantSequences(
+            self.prompts.cache, lambda tokens: self.prompts.prompt_of(as_tokens(tokens), name, salt, form)
+        )
+
     def _tokenize(self, tokenizer: Any, request: Any, args: Any) -> TokenizedRequest:
         with self.turns.failure_scope("a request can't be read", request):
             loaded = self.model_provider.loaded
@@ -348,7 +355,7 @@ class Generator:
             tokenized = self.turns.tokens(request, partial(self.prompt_tokenizer.tokenize, loaded, request, args))
             args.max_tokens = min(args.max_tokens, room_for(len(tokenized[0]), loaded.context))
             ids = as_tokens(_cached_tokens(tokenized))
-            name, salt = self.prompts.name_of(loaded.key), getattr(request, "salt", b"")
+            name, salt = self.prompts.name_of(loaded.key), _salt_of(request)
             prompt = self.prompts.prompt_of(ids, name, salt, self.model_provider.form)
         ends = np.cumsum([len(segment) for segment in tokenized[1]])
         boundaries = tuple(int(end) for end in sorted({*ends[:-1], len(ids) - 1}))
@@ -381,6 +388,11 @@ def _cached_tokens(tokenized: Any) -> Sequence[int]:
     if vision is None:
         return tokenized[0]
     return vision.cache_key if len(vision.starts) == len(vision.pixel_values) else []
+
+
+def _salt_of(request: Any) -> bytes:
+    salt: bytes = getattr(request, "salt", b"")
+    return salt
 
 
 def _rows_suffix(args: Any) -> str:

@@ -4,36 +4,51 @@ can't serve it.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 from prefixcache.keys import as_tokens
-from prefixcache.servers.canonical import CanonicalText, TemplateChat, canonical
+from prefixcache.servers.as_written import AsWritten, StoredSequences, as_written
+from prefixcache.servers.canonical import ANSWERS, CanonicalText, TemplateChat, canonical
 from prefixcache.servers.chat_messages import Message, TemplateRoles, for_template
+from prefixcache.servers.mlx_lm.answer_reader import MarkReader
 from prefixcache.servers.mlx_lm.client_template import ClientTemplate
 from prefixcache.servers.mlx_lm.context import room_for, too_long
 from prefixcache.servers.mlx_lm.provider import LoadedModel, Provider
 from prefixcache.servers.mlx_lm.tools_end import ToolsEnds, segment_at
-from prefixcache.servers.mlx_lm.upstream import MLX_LM_0_31, has_images
+from prefixcache.servers.mlx_lm.upstream import MLX_LM_0_31, has_images, vision_of
 from prefixcache.servers.prompt_parts import TEXT, UNKNOWN, ChatText, Part, place_of, render_by
 from prefixcache.servers.request_schema import TEMPLATE, RequestRefused
+
+log = logging.getLogger("prefixcache")
 
 RENDERED = 1 << 26  # bytes that a request's own chat template may render
 
 
 class EarlyTokens(NamedTuple):
-    """What mlx-lm's `_tokenize` gave on the client's thread, with this tokenizer."""
+    """What mlx-lm's `_tokenize` gave on the client's thread, with this tokenizer. `rewritten`: answers in it were."""
 
     tokenizer: Any
     tokenized: Any
+    rewritten: bool
 
 
 class PromptTokenizer:
-    """Tokenizes prompts of one server by `tokenize`, which is mlx-lm's, in the text that `canonical` makes of them."""
+    """Tokenizes prompts of one server by `tokenize`, which is mlx-lm's, in the text that `canonical` makes of them, and with
+    answers as they are among what `stored` gives for a model and a request.
+    """
 
-    def __init__(self, provider: Provider, tokenize: Callable[[Any, Any, Any], Any], canonical: CanonicalText):
-        self._provider, self._by_mlx_lm, self._canonical = provider, tokenize, canonical
+    def __init__(
+        self,
+        provider: Provider,
+        tokenize: Callable[[Any, Any, Any], Any],
+        canonical: CanonicalText,
+        stored: Callable[[LoadedModel, Any], StoredSequences],
+    ):
+        self._provider, self._by_mlx_lm, self._canonical, self._stored = provider, tokenize, canonical, stored
         self._tools_ends = ToolsEnds()
 
     def tokenize_early(self, request: Any, args: Any) -> None:
@@ -46,7 +61,7 @@ class PromptTokenizer:
         if loaded is not None:
             check_sampling(args, loaded.vocabulary)
             if not (self._provider.models.reads_images and has_images(request)):
-                request.early_tokens = EarlyTokens(loaded.tokenizer, self._tokenize(loaded, request, args))
+                request.early_tokens = EarlyTokens(loaded.tokenizer, *self._tokenize(loaded, request, args))
             return
         if _brings_template(args):
             raise RequestRefused(f"{TEMPLATE}: its model is not loaded; ask it once without a template, then with it")
@@ -60,7 +75,8 @@ class PromptTokenizer:
             raise RequestRefused("model: it is not loaded, so nothing is counted; ask it once, then count", 503)
         if has_images(request):
             raise RequestRefused("messages: tokens of images are not counted; leave the images out")
-        return len(as_tokens(self._tokenize(loaded, request, args)[0]))
+        tokenized, _ = self._tokenize(loaded, request, args)
+        return len(as_tokens(tokenized[0]))
 
     def part_of(self, request: Any, args: Any, tokens: Sequence[int], position: int) -> Part:
         """Return the part of a request's prompt in which the token at `position` is, UNKNOWN where that can't be told."""
@@ -77,17 +93,27 @@ class PromptTokenizer:
         return text.part_at(place) if place is not None else Part(UNKNOWN)
 
     def tokenize(self, loaded: LoadedModel, request: Any, args: Any) -> Any:
-        """Return what mlx-lm's `_tokenize` gives, which `tokenize_early` may have got; once, since the loop changes it."""
+        """Return what mlx-lm's `_tokenize` gives, which `tokenize_early` may have got; once, since the loop changes it.
+
+        The answer before this request may have been stored since its client sent it, so answers are looked for once more.
+        """
         check_sampling(args, loaded.vocabulary)
         early: EarlyTokens | None = getattr(request, "early_tokens", None)
         request.early_tokens = None
         if early is not None and early.tokenizer is loaded.tokenizer:
-            return early.tokenized
+            tokenized, rewritten = self._as_written(loaded, request, args, early.tokenized)
+            if rewritten or early.rewritten:
+                self._canonical.count(ANSWERS)
+            return tokenized
         if _brings_template(args):  # never on the thread that generates
             raise RequestRefused(f"{TEMPLATE}: another model was loaded in between; ask again", 503)
-        return self._tokenize(loaded, request, args)
+        tokenized, rewritten = self._tokenize(loaded, request, args)
+        if rewritten:
+            self._canonical.count(ANSWERS)
+        return tokenized
 
-    def _tokenize(self, loaded: LoadedModel, request: Any, args: Any) -> Any:
+    def _tokenize(self, loaded: LoadedModel, request: Any, args: Any) -> tuple[Any, bool]:
+        """Return what mlx-lm's `_tokenize` gives, and whether answers in it were written anew."""
         tokenizer, rendered = loaded.tokenizer, RENDERED
         if loaded.context is not None and loaded.longest:
             rendered = min(rendered, 4 * loaded.context * loaded.longest)  # bytes of UTF-8
@@ -108,15 +134,38 @@ class PromptTokenizer:
         tokens = as_tokens(tokenized[0])
         if not len(tokens):  # the loop would die of it
             raise RequestRefused("the prompt has no tokens: give some text")
-        room_for(len(tokens), loaded.context)
-        if not tools or self._provider.sliceable or _brings_template(args) or has_images(request):
-            return tokenized
+        if tools and not (self._provider.sliceable or _brings_template(args) or has_images(request)):
 
-        def tokenize(others: list[Message]) -> Any:
-            return self._by_mlx_lm(tokenizer, replace(request, messages=others, tools=tools), args)[0]
+            def tokenize(others: list[Message]) -> Any:
+                return self._by_mlx_lm(tokenizer, replace(request, messages=others, tools=tools), args)[0]
 
-        terms = (loaded.key, tools, args.chat_template_kwargs)
-        return segment_at(tokenized, self._tools_ends.find(tokens, messages, terms, tokenize))
+            terms = (loaded.key, tools, args.chat_template_kwargs)
+            tokenized = segment_at(tokenized, self._tools_ends.find(tokens, messages, terms, tokenize))
+        tokenized, rewritten = self._as_written(loaded, request, args, tokenized)
+        room_for(len(tokenized[0]), loaded.context)
+        return tokenized, rewritten
+
+    def _as_written(self, loaded: LoadedModel, request: Any, args: Any, tokenized: Any) -> tuple[Any, bool]:
+        """Return what mlx-lm's `_tokenize` gave with the answers in it as they are stored, and whether any is another."""
+        is_chat = request.request_type == "chat" and loaded.tokenizer.has_chat_template and not _brings_template(args)
+        if not self._canonical.enabled or not is_chat or vision_of(tokenized) is not None:
+            return tokenized, False
+        try:
+            reader = MarkReader(loaded.tokenizer, request.tools)
+            written = as_written(tokenized[0], self._stored(loaded, request), reader)
+        except Exception as error:
+            log.warning("answers stay as the template writes them: %s: %s", type(error).__name__, error)
+            return tokenized, False
+        return _with_tokens(tokenized, written), bool(written.rewritings)
+
+
+def _with_tokens(tokenized: Any, written: AsWritten) -> Any:
+    """Return what `_tokenize` gave with other tokens, its segments cut where they were."""
+    _, segments, *others = tokenized
+    ends = list(accumulate(map(len, segments)))
+    for rewriting in written.rewritings:
+        ends = [rewriting.moved(end) for end in ends]
+    return written.tokens, [written.tokens[start:end] for start, end in pairwise([0, *ends])], *others
 
 
 def check_sampling(args: Any, size: int) -> None:

@@ -42,6 +42,19 @@ class TokenizedRequest(NamedTuple):
     answers: Answers | None = None
 
 
+class TenantSequences(NamedTuple):
+    """What `cache` has stored of one model and tenant, as `as_written` asks for it."""
+
+    cache: PrefixCache
+    prompt_of: Callable[[Sequence[int]], Prompt]
+
+    def known(self, tokens: Sequence[int]) -> int:
+        return self.cache.known(self.prompt_of(tokens))
+
+    def beyond(self, tokens: Sequence[int], start: int, limit: int, most: int) -> list[list[int]]:
+        return self.cache.continuations(self.prompt_of(tokens[:start]), start, limit, most)
+
+
 class ChunkBehind(NamedTuple):
     """The store of a prefill's chunk that a thread of the cache ends. `state`: with recurrent state."""
 
