@@ -89,6 +89,11 @@ class Admission:
         self.waited += 1
         return Awaited(best[1], best[2], time.monotonic() + self.longest)
 
+    def shared(self, ids: np.ndarray, space: Space) -> int:
+        """Return with how many tokens both this prompt, but for its last one, and another that is under way begin."""
+        others = [prompt.ids for prompt in self._under_way if prompt.space == space and prompt.ids is not ids]
+        return max((common_prefix(other, ids[:-1]) for other in others), default=0)
+
     def enter(self, prompt: Computing) -> None:
         """Hear that a prompt is now being computed."""
         self._under_way.append(prompt)

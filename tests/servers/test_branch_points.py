@@ -90,6 +90,18 @@ def test_of_those_that_ask_at_once_one_computes_what_is_shared(folder, plain, se
         assert ask(plain, prompt)._replace(cached=answer.cached) == answer
 
 
+def test_of_those_that_ask_at_once_and_first_two_compute_what_is_shared(folder, plain, served):
+    """The second parts from the first while that is computed, and has the tools from it."""
+    prompts = [in_directory(name, f"All at once. {SHARED}") for name in DIRECTORIES]
+    tools = [tool(f"at once {number}") for number in range(6)]
+    answers = at_once([lambda prompt=prompt: ask(served, prompt, tools=tools) for prompt in prompts])
+    first, second, *others = sorted(answer.cached for answer in answers)
+    assert others == 3 * [branch_point(folder, *prompts, tools=tools)]
+    assert (first, 256 <= second < others[0]) == (0, True)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert ask(plain, prompt, tools=tools)._replace(cached=answer.cached) == answer
+
+
 def test_what_is_shared_is_hit_after_a_restart(folder, tmp_path):
     prompts = [in_directory(name, f"Next day. {SHARED}") for name in DIRECTORIES]
     flags = ["--model", folder, "--ssd-dir", tmp_path / "ssd"]

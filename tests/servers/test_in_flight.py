@@ -104,3 +104,12 @@ def test_common_prefix(a, b):
     n = common_prefix(np.array(a, np.int64), np.array(b, np.int64))
     assert a[:n] == b[:n]
     assert n == min(len(a), len(b)) or a[n] != b[n]
+
+
+def test_what_a_prompt_shares_with_others_under_way_is_known():
+    admission, ids = Admission(), prompt(1, 2)
+    admission.enter(Computing(ids, SPACE, [len(ids)], lambda: True))
+    assert admission.shared(ids, SPACE) == 0  # with itself
+    assert admission.shared(prompt(1, 2), ("other", b"")) == 0
+    for other in (prompt(9), prompt(1), prompt(1, 3), prompt(1, 2), prompt(1, 2, 3)):
+        assert admission.shared(other, SPACE) == min(common_prefix(other, ids), len(other) - 1)

@@ -79,6 +79,7 @@ class Generator:
         self._polls = 0  # how often the loop has asked for a request: it has then stored what it answered before
         self.when_idle: Callable[[], None] = lambda: None  # called again and again while there is no request
         self.prompts = TenantPromptCache(cache, self._stored, _rows_suffix(provider.cli_args), exact_prefill)
+        self.prompts.shared_under_way = self._shared_under_way
         provider.on_load = self._loaded
         self.loop = Loop(provider.models, self.prompts, self, TimeBudget(self.request_waits, self.turns.seconds))
         self.prompt_tokenizer = PromptTokenizer(provider, self.loop.tokenize, self.canonical, self.stored_of)
@@ -315,6 +316,14 @@ class Generator:
             self.admission.enter(Computing(ids, space, boundaries, answers.wanted, match.ram))
         return awaited
 
+    def _shared_under_way(self, prompt: Prompt) -> int:
+        """Return how many tokens a prompt shares with one that is computed now, of a model that is hit at boundaries only.
+        Ranks don't ask: rank 0 alone knows what is under way.
+        """
+        if self.model_provider.sliceable or self.prompts.cache.ranks is not None:
+            return 0
+        return self.admission.shared(prompt.given, (prompt.model, prompt.salt))
+
     def _wait_for_promotions(self, promotions: AwaitedPromotions) -> Wait:
         if not self.turns.is_first:
             return Wait(promotions.done, float("inf"))  # nobody wakes the others but rank 0
@@ -325,8 +334,8 @@ class Generator:
         """Tell the requests that wait that tokens were stored. `kept`: how many of them are in the cache; of a model with
         recurrent layers that counts only if their `state` was kept, too.
         """
-        space = stored.model, stored.salt
-        self.admission.stored(stored.given, space, kept if state or self.model_provider.sliceable else None)
+        if state or self.model_provider.sliceable:
+            self.admission.stored(stored.given, (stored.model, stored.salt), kept)
 
     # -- requests' tokens --------------------------------------------------------------------------------------------
 

@@ -86,6 +86,9 @@ class TenantPromptCache(TieredPromptCache):
         are fetched.
         """
         super().__init__(cache, identify=lambda model: identity_of(model) + name_suffix + self.rank_part)
+        self.shared_under_way: Callable[[Prompt], int] = lambda prompt: (
+            0
+        )  # tokens, with another prompt that is computed now
         self.rank_part = ""  # of the name of the model that is loaded, where ranks share it
         self.exact_prefill = exact_prefill
         self._on_stored = on_stored
@@ -146,7 +149,8 @@ class TenantPromptCache(TieredPromptCache):
         if request is None or not len(request.prompt) or self.exact_prefill:
             return []
         points = {end for end in request.boundaries if end > depth and end % BLOCK == 0}
-        if (point := self.cache.branch_point(request.prompt)) - depth >= BLOCK:
+        point = max(self.cache.branch_point(request.prompt), self.shared_under_way(request.prompt) // BLOCK * BLOCK)
+        if point - depth >= BLOCK:
             points.add(point)
         return sorted(points)
 
