@@ -8,6 +8,7 @@ and tenant, and it survives a restart (decision 0047). Nothing here knows MLX.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
 from typing import Any, NamedTuple, Protocol
@@ -61,7 +62,7 @@ class AsWritten(NamedTuple):
 
 def as_written(tokens: Sequence[int], stored: StoredSequences, reader: AnswerReader) -> AsWritten:
     """Return a chat's tokens with the answers in it as they are stored, as far as they say the same."""
-    written, rewritings = list(tokens), list[Rewriting]()
+    written, rewritings = array("q", tokens), list[Rewriting]()
     opening = _opening(written, reader)
     while opening and (known := stored.known(written)) < len(written):
         begin = _after_end(written, known, reader)
@@ -71,30 +72,30 @@ def as_written(tokens: Sequence[int], stored: StoredSequences, reader: AnswerRea
         answer = _stored_answer(written, begin, end, opening, stored, reader)
         if answer is None:
             break
-        written[begin:end] = answer
+        written = written[:begin] + array("q", answer) + written[end:]
         rewritings.append(Rewriting(begin, end, begin + len(answer)))
-    return AsWritten(written, rewritings)
+    return AsWritten(written.tolist(), rewritings)
 
 
-def _opening(tokens: list[int], reader: AnswerReader) -> str:
+def _opening(tokens: Sequence[int], reader: AnswerReader) -> str:
     """Return the text with which turns of the model begin, as the end of a prompt has it; "" where that can't be told."""
     begin = _after_end(tokens, len(tokens), reader)
     text = reader.text(tokens[begin:]) if begin else ""
     return (text.partition(reader.thought)[0] if reader.thought else text).rstrip()
 
 
-def _after_end(tokens: list[int], before: int, reader: AnswerReader) -> int:
+def _after_end(tokens: Sequence[int], before: int, reader: AnswerReader) -> int:
     """Return the place behind the last end of a turn before this place; 0 where there is none."""
     return next((place + 1 for place in range(before - 1, -1, -1) if tokens[place] in reader.ends), 0)
 
 
 def _stored_answer(
-    tokens: list[int], begin: int, end: int, opening: str, stored: StoredSequences, reader: AnswerReader
+    tokens: Sequence[int], begin: int, end: int, opening: str, stored: StoredSequences, reader: AnswerReader
 ) -> list[int] | None:
     """Return the stored turn that says what the prompt's turn says in other tokens, or None."""
     if not reader.text(tokens[begin : min(end, begin + HEAD)]).startswith(opening):
         return None  # it is no turn of the model
-    turn = tokens[begin:end]
+    turn = list(tokens[begin:end])
     sequences = stored.beyond(tokens, begin, 2 * len(turn) + LONGER, MOST)
     answers = [list(takewhile(lambda token: token not in reader.ends, sequence)) for sequence in sequences]
     if turn in answers:
