@@ -63,12 +63,14 @@ from prefixcache.store_fetch_remove.fetch import (
 )
 from prefixcache.store_fetch_remove.hot import forget_deleted, hot_beginning, hot_hit, keep_hot
 from prefixcache.store_fetch_remove.image_maker import LiveMaker
+from prefixcache.store_fetch_remove.leases import SESSION_LIMIT, Leased, Leases
 from prefixcache.store_fetch_remove.namespaces import Namespaces
 from prefixcache.store_fetch_remove.numbers import check_leave, number, seconds
 from prefixcache.store_fetch_remove.pins import Pinned, Pins
 from prefixcache.store_fetch_remove.pruning import Deleted, clear_namespaces, prune_namespaces, prune_tier, roots_meant
 from prefixcache.store_fetch_remove.remove import remove, remove_following
 from prefixcache.store_fetch_remove.selection import Selection
+from prefixcache.store_fetch_remove.sessions import end_session
 from prefixcache.store_fetch_remove.slow_hits import decline_slow
 from prefixcache.store_fetch_remove.stats import collect_stats
 from prefixcache.store_fetch_remove.store import StoreCall, Stored
@@ -155,6 +157,7 @@ class PrefixCache:
             self._storage.hot = HotPrompts(Budget(limit), limit)
         self._namespaces = Namespaces(self._storage, self.codec, Bases(self.settings.basis_dir))
         self._pins = Pins(self._storage)
+        self._leases = Leases(self._storage)
         self._kernels = turboquant_backends.describe()
         self._said_not_finite = False
         self._behind = StoresBehind()
@@ -237,6 +240,7 @@ class PrefixCache:
                 raise refusal(directory, error) from error
             raise
         self._ssd = ssd
+        self._leases.restore(ssd.note)
 
     @property
     def sharing(self) -> int:
@@ -758,6 +762,41 @@ class PrefixCache:
         self._check_open()
         return self._pins.end(name)
 
+    def lease(self, tokens: Tokens | Prompt, *, ttl: float, model: str | None = None, salt: bytes = b"") -> int:
+        """Keep what is stored of `tokens` for `ttl` seconds, a day at most: its images are the last to leave the last tier
+        that has them, the SSD where there is one, which they are written to now. Returns how many tokens that is; 0 where it
+        is nothing, or more than the setting `lease_share`.
+
+        Unlike a pin a lease holds up nothing: where room can be had no other way, leased images are evicted, too. The oldest
+        lease ends where a tenant's take more than `lease_share`, or those of all tenants more than half. Leases outlast a
+        restart if the cache was closed, and has an SSD.
+        """
+        self._check_open()
+        wanted = seconds(ttl, "lease: ttl")
+        if wanted is None:
+            raise ValueError("ttl=None: give the seconds to keep it for")
+        return self._leases.add(self._prompt(tokens, model, salt), wanted)
+
+    def leased(self) -> list[Leased]:
+        """The prompts that are leased, the oldest lease first: numbers, no text."""
+        self._check_open()
+        return self._leases.listed()
+
+    def end_session(self, session: str, *, salt: bytes = b"") -> Deleted:
+        """Delete, in every tier, what requests stored that named this session (`Prompt.in_session`) and this salt, and that
+        no other request has used since; and end its leases. What is pinned stays, what others lease, and what others' prompts
+        depend on. What an SSD brings after a restart is no session's.
+        """
+        self._check_open()
+        if not isinstance(session, str) or not 0 < len(session) <= SESSION_LIMIT:
+            raise ValueError(f"session={session!r:.50}: give a name of 1 to {SESSION_LIMIT} characters")
+        roots = roots_meant(self._storage, Selection(), as_salt(salt))
+        self._leases.end_session(roots, session)
+        deleted = end_session(self._storage, roots, session)
+        forget_deleted(self._storage)
+        trim_process_memory()
+        return deleted
+
     def remove(
         self, tokens: Tokens | Prompt, *, model: str | None = None, salt: bytes = b"", following: bool = False
     ) -> int:
@@ -912,7 +951,7 @@ class PrefixCache:
     def stats(self) -> Stats:
         """Where everything is now, and what has happened since the cache was opened."""
         self._check_process()
-        return collect_stats(self._storage, self._ssd, self._remote, str(self.codec), self._kernels)
+        return collect_stats(self._storage, self._leases, self._ssd, self._remote, str(self.codec), self._kernels)
 
     def codec_of(self, model: str) -> Codec:
         """What codes the rows of this model, an identity. Of codec `Transform`: its `Calibrated` form with the model's basis,
@@ -928,6 +967,7 @@ class PrefixCache:
             for tier in self._storage.lower:
                 tier.check_integrity()
             self._storage.hot.check_integrity()
+            self._leases.check_integrity()
 
     def flush(self, timeout: float | None = None) -> bool:
         """Make what RAM holds durable, as far as the SSD's limit has room. False when that did not end within `timeout`
@@ -976,6 +1016,7 @@ class PrefixCache:
                 _open.discard(self)
                 with self._storage.lock:
                     self._storage.counters.denied += self._storage.budget.denied  # of a budget that ends here
+                    self._leases.release()
                     self._storage.release()
                 if self._recorder is not None:
                     self._recorder.close()
@@ -985,6 +1026,7 @@ class PrefixCache:
         ssd, spilling = self._ssd, self._storage.spilling
         assert ssd is not None
         spilling.flush_recency()
+        ssd.note = self._leases.note()
         failed = ssd.failed
         if not self.settings.spill_on_close or spilling.drain(timeout):
             return

@@ -132,6 +132,13 @@ class Settings(BaseSettings):
         "always",
         description='what RAM evicts is written to the SSD "always", or from its "second" use on; close() writes all',
     )
+    lease_share: float = Field(
+        0.25,
+        ge=0,
+        le=1,
+        description="of the SSD's limit, or without one of ram, that one tenant's leases may take; beyond it the oldest "
+        "ends. 0: none are given",
+    )
     trace: Path | None = Field(None, description="record who asks for what, for `prefixcache plan`: no text, no tokens")
     cold_below: float = Field(
         0.5,

@@ -14,8 +14,8 @@ from math import lcm
 from typing import Any, NamedTuple
 
 from prefixcache.blocks.budget import Budget, Reservation
+from prefixcache.blocks.leased_last import LeasedLast
 from prefixcache.blocks.node import BLOCK_BYTES, RAM, Node, Slot, Tree, Walk, Window, common_tokens
-from prefixcache.blocks.policies import Order
 from prefixcache.blocks.recency import Recency
 from prefixcache.image_format import ROWS, SNAPSHOT, WINDOW, ImageKind
 from prefixcache.keys import BLOCK, TOKEN_BYTES, chain
@@ -226,6 +226,8 @@ class Graph:
         elif tier == RAM + 1:
             slot.disk = disk
         slot.tiers |= 1 << tier
+        if slot.leases:
+            self.recency.refile(slot)
         self.images[tier] += 1
         self._count(slot, tier, 1)
         self.recency.unblock(slot)
@@ -244,6 +246,8 @@ class Graph:
                 slot.disk = 0
             if slot.tiers < 2:
                 self.recency.unflushed.pop(slot, None)
+        if slot.leases:
+            self.recency.refile(slot)
         self._count(slot, tier, -1)
         if slot.kind != ROWS:
             _demote_unserved(slot, tier, self.orders[tier])
@@ -307,6 +311,30 @@ class Graph:
             if not slot.pins:
                 self.pinned -= 1
                 self.recency.unblock(slot)
+
+    def lease(self, slots: Iterable[Slot]) -> int:
+        """Let slots be the last that are evicted, until `end_lease` is called as often for them. Return the bytes of those
+        that were not leased.
+        """
+        nbytes = 0
+        for slot in slots:
+            slot.leases += 1
+            if slot.leases == 1:
+                nbytes += slot.nbytes
+                self.recency.refile(slot)
+        return nbytes
+
+    def end_lease(self, slots: Iterable[Slot]) -> int:
+        """End one lease of each of these, and return the bytes of those that have none now. `slots` tail first: so they are
+        evicted.
+        """
+        nbytes = 0
+        for slot in slots:
+            slot.leases -= 1
+            if not slot.leases:
+                nbytes += slot.nbytes
+                self.recency.refile(slot)
+        return nbytes
 
     def has_dependents(self, slot: Slot, tier: int) -> bool:
         """Tell whether something else in the tier is of no use without this slot."""
@@ -446,7 +474,7 @@ def _has_siblings(slot: Slot) -> bool:
     return slot.kind == ROWS and parent is not None and len(parent.children) > 1
 
 
-def _demote_unserved(slot: Slot, tier: int, order: Order) -> None:
+def _demote_unserved(slot: Slot, tier: int, order: LeasedLast) -> None:
     """Let rows that no boundary needs any more, now that a window or snapshot was deleted, be evicted next and not last."""
     top, node = None, slot.node
     whole = _whole_chunks(node)  # hit without a window's rows, so the blocks before it are still of use

@@ -53,6 +53,7 @@ class Slot:
         "image",
         "key",
         "kind",
+        "leases",
         "mask",
         "maybe_blocked",
         "nbytes",
@@ -61,6 +62,7 @@ class Slot:
         "pins",
         "reading",
         "remote_at",
+        "session",
         "suffix",
         "tick",
         "tiers",
@@ -85,6 +87,8 @@ class Slot:
         self.reading: Any = None  # while a promotion reads it from a tier below
         self.maybe_blocked = False  # an order has passed it over as one that can't be evicted
         self.pins = 0
+        self.leases = 0  # while it is leased, it is the last to be evicted
+        self.session = ""  # of the requests that alone stored and used it; "" where others did, or none was named
         self.tick = 0
         self.hits = 0
         self.created = 0.0

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from prefixcache.blocks.budget import Budget
+from prefixcache.blocks.leased_last import LeasedLast
 from prefixcache.blocks.node import RAM, Slot, rank
-from prefixcache.blocks.policies import POLICIES, Order
+from prefixcache.blocks.policies import POLICIES
 from prefixcache.blocks.use_times import UseTimes
 
 
@@ -17,7 +18,7 @@ class Recency:
         rule = POLICIES[policy]
         fixed = rule.fixed(budget.limit)
         self._fixed = budget.reserve(tiers * fixed)  # held as long as the graph is
-        self.orders: tuple[Order, ...] = tuple(rule.make(fixed) for _ in range(tiers))
+        self.orders = tuple(LeasedLast(rule.make(fixed), tier) for tier in range(tiers))
         self.slot_bytes = rule.slot_bytes
         self.clock = 0
         self.times = UseTimes()
@@ -51,6 +52,11 @@ class Recency:
             order.touch(slots)
             if hit:
                 order.used(slots, False)
+
+    def refile(self, slot: Slot) -> None:
+        """Give a slot its place anew, whose leases or tiers have changed."""
+        for order in self.orders:
+            order.refile(slot)
 
     def unblock(self, slot: Slot) -> None:
         """Give a slot as a candidate again: it may have become one that can be evicted."""

@@ -138,6 +138,8 @@ STATE = (  # now, of `Stats`
     Series("images", "Images by tier; many are in both.", {"ram": "images_in_ram", "ssd": "images_on_ssd"}, "tier"),
     Series("hot_bytes", "What hot prompts take, in RAM or on the device (setting hot).", "hot_bytes"),
     Series("hot_prompts", "Prompts whose decoded state is kept (setting hot).", "hot_prompts"),
+    Series("leases", "Prompts that were asked to be kept for a time.", "leases"),
+    Series("leased_bytes", "Bytes of images that leases keep, on whichever tier.", "leased_bytes"),
     Series("pinned_images", "Images pinned against eviction.", "pinned"),
     Series("blocks", "Blocks of tokens that are known, in any tier.", "blocks"),
     Series(

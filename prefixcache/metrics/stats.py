@@ -164,6 +164,9 @@ class Stats:
     images_in_ram: int
     images_on_ssd: int
     pinned: int
+    leases: int
+    """Prompts that are the last to be evicted, for a time: see `PrefixCache.lease`."""
+    leased_bytes: int
     hot_prompts: int
     hot_bytes: int
     """Of hot prompts, in RAM or on the device."""

@@ -192,6 +192,15 @@ class Index:
     def mark(self, *, clean: bool) -> None:
         self._connection.execute("INSERT OR REPLACE INTO meta VALUES ('clean', ?)", [str(int(clean))])
 
+    @property
+    def note(self) -> str:
+        """Return the text that who closed it last has left; "" for none."""
+        row = self._connection.execute("SELECT CAST(value AS BLOB) FROM meta WHERE name = 'note'").fetchone()
+        return bytes(row[0]).decode(errors="replace") if row is not None else ""
+
+    def leave_note(self, text: str) -> None:
+        self._connection.execute("INSERT OR REPLACE INTO meta VALUES ('note', ?)", [text])
+
     # What changes it
 
     @contextmanager

@@ -89,6 +89,7 @@ class OpenDirectory:
                     log.warning("SSD %s: %s", self.directory.root, mended.report.summary())
                 entries = self.index.entries()
             self.index.mark(clean=False)
+            self.note = self.index.note  # left at the last closing; what is here at the next is left again
             for item in self.directory.strays():
                 remove_file(item.path)
             self._lingering: set[str] = set()
@@ -339,6 +340,7 @@ class OpenDirectory:
         try:
             if clean and self.stands:  # else what is said here may be in a file that nobody finds
                 self.shrink_index()
+                self.index.leave_note(self.note)
                 self.index.mark(clean=True)
             self.index.checkpoint()
         except sqlite3.Error as error:  # then the next opening reconciles

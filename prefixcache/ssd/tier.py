@@ -124,6 +124,15 @@ class Ssd:
         """Return the newest recency tick that `write` or `touch` was given, or that was in the index; 0 at the very start."""
         return self._tick
 
+    @property
+    def note(self) -> str:
+        """A text that is left in the index at a clean `close`, and is here when the directory is opened again."""
+        return self._opened.note
+
+    @note.setter
+    def note(self, text: str) -> None:
+        self._opened.note = text
+
     # The request path
 
     @property

@@ -6,16 +6,17 @@ from prefixcache.blocks.node import RAM
 from prefixcache.metrics.stats import Labelled, Stats
 from prefixcache.remote.tier import RemoteTier
 from prefixcache.ssd import Ssd
+from prefixcache.store_fetch_remove.leases import Leases
 from prefixcache.tiers.storage import Storage
 
 
 def collect_stats(
-    storage: Storage, ssd: Ssd | None, remote: RemoteTier | None, codec: str, kernels: dict[str, str]
+    storage: Storage, leases: Leases, ssd: Ssd | None, remote: RemoteTier | None, codec: str, kernels: dict[str, str]
 ) -> Stats:
     """Count what the tiers hold, and return it with what was counted so far."""
     with storage.lock:
         budget, graph, counters = storage.budget, storage.graph, storage.counters
-        held = budget.held()
+        held, held_by_leases = budget.held(), leases.totals()
         return Stats(
             ram_limit=budget.bound,
             ram_configured=storage.ram.configured,
@@ -37,6 +38,8 @@ def collect_stats(
             images_in_ram=len(graph.orders[RAM]),
             images_on_ssd=sum(graph.images[RAM + 1 :]),
             pinned=graph.pinned,
+            leases=held_by_leases.leases,
+            leased_bytes=held_by_leases.nbytes,
             hot_prompts=len(storage.hot),
             hot_bytes=storage.hot.nbytes,
             codec=codec,

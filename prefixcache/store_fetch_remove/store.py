@@ -25,7 +25,7 @@ from prefixcache.keys import BLOCK, TOKEN_BYTES, canonical, chain
 from prefixcache.layers.finite import NotFinite
 from prefixcache.store_fetch_remove.image_maker import BATCH, Maker
 from prefixcache.store_fetch_remove.jobs import NO_SOURCE, CodeSource, ImageJob
-from prefixcache.tiers.prompt import Prompt
+from prefixcache.tiers.prompt import Prompt, note_use
 from prefixcache.tiers.state import Namespace
 from prefixcache.tiers.storage import Storage
 
@@ -397,6 +397,7 @@ class StoreCall:
             return False
         slot = Slot(job.kind, node, job.key, image.nbytes, job.tokens if job.kind == SNAPSHOT else b"", job.mask)
         slot.checksum, slot.created, slot.tick = image.checksum, time.time(), graph.recency.clock
+        slot.session = self.prompt.terms.session
         if not graph.attach(slot, reservation):
             return False
         graph.place(slot, RAM, image=image, reservation=reservation)
@@ -414,7 +415,9 @@ class StoreCall:
             graph, counters = storage.graph, storage.counters
             walk = self.prompt.walk(self._namespace)
             depth = hit_depth(walk, graph.last, self._limit)
-            graph.recency.request_ended(required_images(walk, depth, graph.last))
+            required = required_images(walk, depth, graph.last)
+            graph.recency.request_ended(required)
+            note_use(required, self.prompt.terms.session)
             storage.unpin(self._pinned)
             counters.stores += 1
             counters.stored_tokens += self._new_tokens

@@ -7,7 +7,8 @@ file: the planner asks in the same way.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -46,6 +47,7 @@ class PromptTerms:
     form: Any = None
     label: str = ""
     whole_blocks: bool = False
+    session: str = ""
 
 
 @dataclass
@@ -117,6 +119,12 @@ class Prompt:
         labelled.terms = replace(self.terms, label=label)
         return labelled
 
+    def in_session(self, session: str) -> Prompt:
+        """Return the same prompt, whose stores and fetches are those of a session: see `PrefixCache.end_session`."""
+        named = copy.copy(self)
+        named.terms = replace(self.terms, session=sys.intern(session))
+        return named
+
     def _resumed(self, token_bytes: bytes) -> Prompt:
         """Return a prompt whose tokens begin with these, or these with them."""
         given = np.frombuffer(token_bytes, "<i8")
@@ -187,6 +195,13 @@ def take_hit(storage: Storage, prompt: Prompt, leave: int) -> Hit | None:
     return Hit(*deepest, storage.graph.pin(pin_leaves(required_images(deepest.walk, deepest.depth, RAM))))
 
 
+def note_use(slots: Iterable[Slot], session: str) -> None:
+    """Note that a request of a session ("" of none) used these: another's are nobody's alone from now on."""
+    for slot in slots:
+        if slot.session != session:
+            slot.session = ""
+
+
 def count_hit(storage: Storage, prompt: Prompt, depth: int, hot: int = 0) -> None:
     """Count a fetch that used the first `depth` tokens of a prompt, 0 on a miss, and make them the newest. A hot prompt gave
     `hot` of them, and so what RAM has no images of.
@@ -205,6 +220,7 @@ def count_hit(storage: Storage, prompt: Prompt, depth: int, hot: int = 0) -> Non
         return
     required = required_images(deepest.walk, deepest.depth, RAM)
     graph.recency.touch(required, hit=True)
+    note_use(required, prompt.terms.session)
     counters.count_tiers(required, deepest.depth)
     if storage.remote is not None:
         storage.remote.offer_used(deepest.walk, deepest.depth, required)

@@ -142,7 +142,7 @@ class Ram:
         """Tell whether the tier below is to be given an image: with admission "second", if its block was asked for again
         since it came, or came before and was declined, or if that tier has what depends on it.
         """
-        if self._doorkeeper is None or slot.hits > 0 or slot.node.key in self._doorkeeper:
+        if self._doorkeeper is None or slot.hits > 0 or slot.leases or slot.node.key in self._doorkeeper:
             return True
         return slot.kind == ROWS and any(slot.node.dependents[RAM + 1 :])
 

@@ -25,7 +25,7 @@ class Spilling:
     def __init__(self, state: StorageState, lower: LowerTiers, ram: Ram, *, through: bool):
         """`through`: whether each whole block is written at once."""
         self._state, self._lower, self._ram, self._through = state, lower, ram, through
-        self._backlog: dict[Slot, None] = {}  # with spill="through": slots still to be queued, oldest first
+        self._backlog: dict[Slot, None] = {}  # slots that `write_through` has still to queue, oldest first
         self._entered = 0  # bytes that entered RAM since the last spill ahead
 
     def clear(self) -> None:
@@ -55,12 +55,12 @@ class Spilling:
             yield slot
 
     def write_through(self, slots: Iterable[Slot]) -> None:
-        """With spill="through", queue images of whole blocks and snapshots: now, or once the queue has room. Tails are
-        written when they are evicted or at the end: each turn of a conversation has another.
+        """Queue images of whole blocks and snapshots, those that are leased, or with spill="through" all: now, or once the
+        queue has room. Tails are written when they are evicted or at the end: each turn of a conversation has another.
         """
-        if self._lower.spill_tier is None or not self._through:
+        if self._lower.spill_tier is None:
             return
-        self._backlog.update((slot, None) for slot in slots if _is_lasting(slot))
+        self._backlog.update((slot, None) for slot in slots if _is_lasting(slot) and (self._through or slot.leases))
         self.drain_backlog()
 
     def write_idle(self, nbytes: int) -> int:

@@ -170,14 +170,14 @@ class Storage(StorageState):
     def drop_superseded(self, changed: Slot) -> None:
         """Delete what an image that came into a tier, or is unpinned, supersedes there, or itself if it is superseded.
 
-        `superseded.is_superseded` has the rule. Pinned images stay, and those that wait for a write, until they don't. An
-        image that stays in RAM stays below it, too: it would only be written again.
+        `superseded.is_superseded` has the rule. Pinned and leased images stay, and those that wait for a
+        write, until they don't. An image that stays in RAM stays below it, too: it would only be written again.
         """
         if changed.kind == SNAPSHOT:
             return
         graph = self.graph
         for slot, successor in list(successions(changed.node)):
-            if slot.pins or slot.pending:
+            if slot.pins or slot.leases or slot.pending:
                 continue
             if slot.image is not None and is_superseded(graph, slot, successor, RAM):
                 graph.drop(slot, RAM)

@@ -145,7 +145,7 @@ class TierInGraph:
                 victims = [victim] if victim is not None else []
             else:
                 victims = victims_for(graph, self.number, missing, slot, spilled)
-                if not slot.hits and self._spares(victims, slot, nbytes):
+                if not slot.hits and not slot.leases and self._spares(victims, slot, nbytes):
                     return False
             if not victims:
                 return False

@@ -251,7 +251,7 @@ def planted(policy: str, windows: tuple[Window, ...] = (), snapshots: bool = Fal
     planting.graph = Graph(planting.budget, policy.split(",")[0])
     planting.tree = planting.graph.tree(ROOT, windows, snapshots)
     for order in planting.graph.orders if policy in SHARES else ():
-        decide(order, SHARES[policy])
+        decide(order.rest, SHARES[policy])
     return planting
 
 
@@ -277,6 +277,7 @@ class TreeMachine(RuleBasedStateMachine):
         self.planting = planted(self.policy, self.windows, self.snapshots)
         self.graph = self.planting.graph
         self.pinned: list[list[Slot]] = []
+        self.leased: list[list[Slot]] = []
         self.known: list[list[int]] = [[0]]
 
     @rule(tokens=prompts)
@@ -320,7 +321,16 @@ class TreeMachine(RuleBasedStateMachine):
             assert not slot.pending
             assert slot.is_in(tier)
             assert not self.graph.has_dependents(slot, tier)
+            assert not self.is_last(slot, tier) or all(self.is_last(other, tier) for other in self.evictable(tier))
             self.graph.drop(slot, tier)
+
+    def is_last(self, slot: Slot, tier: int) -> bool:
+        """A lease holds it, and this is the last tier that has it."""
+        return any(slot in leased for leased in self.leased) and not (tier == RAM and slot.is_in(SSD))
+
+    def evictable(self, tier: int) -> list[Slot]:
+        free = [slot for slot in self.graph.slots.values() if slot.is_in(tier) and not (slot.pins or slot.pending)]
+        return [slot for slot in free if not self.graph.has_dependents(slot, tier)]
 
     @rule(data=st.data())
     def make_room(self, data) -> None:
@@ -331,6 +341,8 @@ class TreeMachine(RuleBasedStateMachine):
             colder = list(self.graph.orders[SSD].less_recent(slot, slot))
             places = {one: place for place, one in enumerate(self.graph.orders[SSD])}
             assert slot not in colder
+            if not self.is_last(slot, SSD):
+                assert not any(self.is_last(one, SSD) for one in colder), "a leased image leaves for another"
             if self.policy != "lru":
                 assert all(places[one] < places[slot] for one in colder)
 
@@ -342,6 +354,16 @@ class TreeMachine(RuleBasedStateMachine):
     @rule()
     def unpin(self) -> None:
         self.graph.unpin(self.pinned.pop(0))
+
+    @rule(data=st.data())
+    def lease(self, data) -> None:
+        self.leased.append(self.planting.serving(data.draw(st.sampled_from(self.known)), SSD))
+        self.graph.lease(self.leased[-1])
+
+    @precondition(lambda self: self.leased)
+    @rule(data=st.data())
+    def end_lease(self, data) -> None:
+        self.graph.end_lease(self.leased.pop(data.draw(st.integers(0, len(self.leased) - 1))))
 
     @rule(data=st.data(), tiers=st.sampled_from([(RAM,), (SSD,), (SSD, RAM)]))
     def lose(self, data, tiers: tuple[int, ...]) -> None:
@@ -359,6 +381,11 @@ class TreeMachine(RuleBasedStateMachine):
     @invariant()
     def the_tree_is_sound(self) -> None:
         self.graph.check_integrity()
+
+    @invariant()
+    def a_slot_counts_its_leases(self) -> None:
+        for slot in self.graph.slots.values():
+            assert slot.leases == sum(slot in leased for leased in self.leased)
 
     def teardown(self) -> None:
         for held in self.pinned:
@@ -443,7 +470,7 @@ def test_who_comes_back_soon_after_leaving_was_asked_for_again():
 
 def test_a_fetch_and_the_store_of_its_request_are_one_use():
     planting = planted("adaptive, .5")
-    order, prompt = planting.graph.orders[RAM], blocks(1)
+    order, prompt = planting.graph.orders[RAM].rest, blocks(1)
     planting.store(prompt, touch=False)
     slot = planting.rows(prompt)
     planting.touch(prompt)  # a fetch while the request that brought it goes on, and both end

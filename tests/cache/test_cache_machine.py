@@ -84,10 +84,13 @@ class CacheMachine(RuleBasedStateMachine):
         self.sure: list[list[int]] = []  # what must be found: stored, and not removed nor lost since
         self.pinned: list[list[int]] = []
         self.promised: dict[tuple[int, ...], int] = {}  # how deep it was on SSD; nothing was removed since
+        self.now = 0.0
+        self.leased: list[tuple[list[int], int, float]] = []  # tokens, how deep, until when; the oldest first
         self._open()
 
     def _open(self):
         self.cache = PrefixCache(**self.options)
+        self.cache._leases._clock = lambda: self.now
         self.watch = Watch(self.cache)
         self.watch.start()
 
@@ -301,6 +304,62 @@ class CacheMachine(RuleBasedStateMachine):
     def unpin(self):
         tokens = self.pinned.pop()
         assert self.cache.unpin(tokens, model="m")
+
+    @rule(tokens=prompts, ttl=st.sampled_from([10, 20, 40]), session=st.sampled_from(["", "a", "b"]))
+    def lease(self, tokens, ttl, session):
+        prompt = self.cache.prompt(tokens, model="m").in_session(session)
+        depth = self.cache.lease(prompt, ttl=ttl)
+        assert depth in (0, self.cache.match(tokens, model="m").ssd)
+        if depth:
+            self.leased.append((tokens, depth, self.now + ttl))
+
+    @rule(seconds=st.sampled_from([5, 15, 100]))
+    def time_passes(self, seconds):
+        self.now += seconds
+        self.leased = [lease for lease in self.leased if lease[2] > self.now]
+
+    @invariant()
+    def leases_are_those_that_were_asked_for(self):
+        """None is there that was not asked for, or that is over; the newest are there, unless their images left."""
+        if not hasattr(self, "cache"):
+            return
+        wanted = [(depth, until) for _, depth, until in self.leased]
+        stats, listed = self.cache.stats(), self.cache.leased()
+        for leased in listed:
+            assert any(depth == leased.tokens and until - self.now >= leased.seconds > 0 for depth, until in wanted)
+        limit = stats.ssd.limit if stats.ssd is not None else stats.ram_limit
+        assert stats.leases == len(listed)
+        assert stats.leased_bytes <= max(leased.nbytes for leased in listed) * len(listed) if listed else True
+        self.most_leased = max(limit, getattr(self, "most_leased", 0))
+        assert stats.leased_bytes <= self.most_leased * self.cache.settings.lease_share
+
+    @precondition(lambda self: self.roomy)
+    @rule(seed=st.integers(0, 1 << 30))
+    def trim_beside_leases(self, seed):
+        """What is leased is there as deep as before, after all that is not has left RAM and come back."""
+        depths = {tuple(tokens): self.cache.match(tokens, model="m").ssd for tokens, _, _ in self.leased}
+        self.store([9 + (seed + i) % 5000 for i in range(300)])
+        if "ssd_dir" in self.options:
+            self.flush()
+        for tokens, depth in depths.items():
+            assert self.cache.match(list(tokens), model="m").ssd >= depth
+
+    @rule(tokens=prompts, session=st.sampled_from(["a", "b"]), other=st.sampled_from(["", "a", "b"]))
+    def end_session(self, tokens, session, other):
+        """What another has used is there as deep as before; nothing is left that only this one used."""
+        prompt = self.cache.prompt([7, *tokens], model="m")
+        self.cache.store(prompt.in_session(session), self.make([7, *tokens]))
+        self.stored.append([7, *tokens])
+        self.cache.fetch(prompt.in_session(other), leave=0)
+        used = self.cache.match(prompt).ram
+        self.cache.end_session(session)
+        if other != session:
+            assert self.cache.match(prompt).ssd >= used
+        slots = self.cache._storage.graph.slots.values()
+        needed = [slot for slot in slots if slot.session == session and not (slot.pins or slot.leases)]
+        assert all(slot.kind == "rows" for slot in needed)
+        self.sure.clear()
+        self.promised.clear()
 
     @rule(part=st.sampled_from([0, 2, 4]))
     def trim(self, part):

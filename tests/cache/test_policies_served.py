@@ -98,7 +98,7 @@ def test_the_ssd_is_given_what_it_has_something_hanging_on(opened):
 def test_a_store_and_a_fetch_tell_the_policy_what_was_asked_for(opened):
     cache = opened(policy="adaptive", ssd_dir=None, ssd_admission="always")
     put_prompts(cache, 1)
-    order = cache._storage.graph.orders[RAM]
+    order = cache._storage.graph.orders[RAM].rest
     assert len(order._once)
     assert not order._states  # none is NEW: the request that brought them has ended
     assert sum(len(shadow._once) + len(shadow._again) for shadow in order._duel._shadows) > 0

@@ -59,7 +59,7 @@ LABELLED = {
     ("evicted_images", "ssd"): "ssd_evicted",
 }
 STATE = {
-    **alike("namespaces blocks hot_prompts hot_bytes"),
+    **alike("namespaces blocks hot_prompts hot_bytes leases leased_bytes"),
     "ram_limit_bytes": "ram_limit",
     "ram_configured_bytes": "ram_configured",
     "ram_peak_bytes": "ram_peak",
@@ -140,6 +140,7 @@ def use(cache: PrefixCache) -> None:
     cache.trim_to(0)
     cache.promote(LONG, model="m").result(30)
     cache.pin(LONG, model="m")
+    cache.lease(LONG, model="m", ttl=3600)
     cache.trim_to(0)
     for spoilt in (cache.settings.ssd_dir / "snapshots").rglob("*.safetensors"):  # type: ignore[operator]
         spoilt.write_bytes(spoilt.read_bytes()[:-1] + b"?")
