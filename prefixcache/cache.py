@@ -31,7 +31,7 @@ from prefixcache.byte_sizes import parse_size, size
 from prefixcache.codecs import Codec, TurboQuant
 from prefixcache.codecs.transform.bases import Bases
 from prefixcache.codecs.turboquant import backends as turboquant_backends
-from prefixcache.keys import Tokens, as_model, as_salt, as_tokens
+from prefixcache.keys import Tokens, as_model, as_salt, as_session, as_tokens
 from prefixcache.layers.adapters import arrays_in
 from prefixcache.layers.classes import allow
 from prefixcache.layers.encode import evaluate
@@ -63,7 +63,7 @@ from prefixcache.store_fetch_remove.fetch import (
 )
 from prefixcache.store_fetch_remove.hot import forget_deleted, hot_beginning, hot_hit, keep_hot
 from prefixcache.store_fetch_remove.image_maker import LiveMaker
-from prefixcache.store_fetch_remove.leases import SESSION_LIMIT, Leased, Leases
+from prefixcache.store_fetch_remove.leases import Leased, Leases
 from prefixcache.store_fetch_remove.namespaces import Namespaces
 from prefixcache.store_fetch_remove.numbers import check_leave, number, seconds
 from prefixcache.store_fetch_remove.pins import Pinned, Pins
@@ -788,8 +788,7 @@ class PrefixCache:
         depend on. What an SSD brings after a restart is no session's.
         """
         self._check_open()
-        if not isinstance(session, str) or not 0 < len(session) <= SESSION_LIMIT:
-            raise ValueError(f"session={session!r:.50}: give a name of 1 to {SESSION_LIMIT} characters")
+        session = as_session(session)
         roots = roots_meant(self._storage, Selection(), as_salt(salt))
         self._leases.end_session(roots, session)
         deleted = end_session(self._storage, roots, session)

@@ -18,6 +18,7 @@ import numpy as np
 BLOCK = 256  # tokens a block
 TOKEN_BYTES = 8  # an int64
 KEY_BYTES = 32
+SESSION_LIMIT = 256  # characters of a session's name
 MODEL_BYTES = 512  # a model's name, as UTF-8
 _HALF = BLOCK * TOKEN_BYTES // 2
 
@@ -118,6 +119,13 @@ def as_salt(salt: Any) -> bytes:
     if not isinstance(salt, (bytes, bytearray)):
         raise TypeError(f"salt of type {type(salt).__name__}: pass bytes, such as tenant_id.encode()")
     return bytes(salt)
+
+
+def as_session(name: Any) -> str:
+    """Return the name of a session. Raise ValueError unless it is a string of 1 to SESSION_LIMIT characters."""
+    if not isinstance(name, str) or not 0 < len(name) <= SESSION_LIMIT:
+        raise ValueError(f"session={str(name)[:50]!r}: give a name of 1 to {SESSION_LIMIT} characters, as requests do")
+    return name
 
 
 def root_key(model: str, codec: dict[str, Any], layout: dict[str, Any], salt: bytes) -> bytes:

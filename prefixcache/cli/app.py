@@ -1,6 +1,6 @@
 """The command line's frame: which commands there are, and when their modules are imported.
 
-Those on a directory or a running server (`inspect`, `reconcile`, `prune`, `clear`, `remove`, `pin`) are light and always
+Those on a directory or a running server (`inspect`, `prune`, `remove`, `pin` and others) are light and always
 here. The commands in `LATER` need more, such as a model's libraries: their modules are imported when the command is called or
 the help is asked for.
 """
@@ -20,6 +20,7 @@ from prefixcache.cli.directory.clear import clear
 from prefixcache.cli.directory.inspect import inspect
 from prefixcache.cli.directory.prune import prune
 from prefixcache.cli.directory.reconcile import reconcile
+from prefixcache.cli.running.end_session import end_session
 from prefixcache.cli.running.pin import pin
 from prefixcache.cli.running.remove import remove
 from prefixcache.cli.text import complain, mute, refuse_without
@@ -121,7 +122,7 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,  # locals would show tokens
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (inspect, reconcile, prune, clear, remove, pin):
+for command in (inspect, reconcile, prune, clear, remove, end_session, pin):
     app.command(cls=Command)(command)
 
 

@@ -15,6 +15,8 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
+from prefixcache.keys import SESSION_LIMIT
+
 LEAST_PENALTY = 0.01
 SALT_LIMIT = 1024  # characters of a request's cache_salt
 STOPS, STOP_LIMIT = 64, 1024  # stop texts in a request, and characters of one
@@ -85,6 +87,7 @@ Count = Annotated[int, Field(ge=1, le=2**63 - 1)]
 Name = Annotated[str, Field(min_length=1, max_length=1024), AfterValidator(_no_nul), Said("a name or a folder")]
 Stop = Annotated[str, Field(min_length=1, max_length=STOP_LIMIT)]
 Object = dict[str, Any]
+Ttl = Literal["5m", "1h"]
 
 
 class _RequestPart(BaseModel):
@@ -97,6 +100,17 @@ class StreamOptions(_RequestPart):
 
 class ResponseFormat(_RequestPart):
     type: Literal["text"]
+
+
+class CacheWish(BaseModel):
+    """What a request asks the cache for."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    ttl: Ttl | None = None
+    system_ttl: Ttl | None = None
+    store: bool | None = None
+    session: Annotated[str, Field(min_length=1, max_length=SESSION_LIMIT)] | None = None
 
 
 class Message(_RequestPart):
@@ -176,6 +190,10 @@ class GenerationRequest(BaseModel):
     cache_salt: Annotated[
         str | None, Field(max_length=SALT_LIMIT), Said(f"a string of at most {SALT_LIMIT} Unicode characters")
     ] = Field(None, description="Keeps a [tenant's](#tenants) prompts apart.")
+    cache: Annotated[
+        CacheWish | None,
+        Said('an object with `ttl` ("5m" or "1h"), `system_ttl`, `store` (true or false) or `session` (a name)'),
+    ] = Field(None, description="How long the prompt is [kept, or that nothing is](agents.md#keep-and-forget).")
 
 
 class ChatRequest(GenerationRequest):

@@ -23,7 +23,6 @@ LONGEST = 86_400.0  # seconds
 ALL_SHARE = 0.5  # of the budget: for the leases of all tenants together
 MOST = 1024  # leases of all tenants together
 NOTED = 16_384  # characters of the note that a closed cache leaves for the next one
-SESSION_LIMIT = 256  # characters of a session's name
 
 
 class Leased(NamedTuple):
@@ -64,8 +63,10 @@ class Leases:
     slots that a namespace's leases have.
     """
 
-    def __init__(self, storage: Storage, clock: Callable[[], float] = time.monotonic):
-        self._storage, self._clock = storage, clock
+    clock: Callable[[], float] = staticmethod(time.monotonic)
+
+    def __init__(self, storage: Storage):
+        self._storage = storage
         self._leases: dict[Lease, None] = {}
         self._nbytes: Counter[bytes] = Counter()  # by root key
 
@@ -80,7 +81,7 @@ class Leases:
             if deepest is None or deepest.depth == 0:
                 return 0
             slots = required_images(deepest.walk, deepest.depth, storage.graph.last)
-            root, until = deepest.namespace.row.root, self._clock() + min(seconds, LONGEST)
+            root, until = deepest.namespace.row.root, self.clock() + min(seconds, LONGEST)
             lease = Lease(root, deepest.depth, until, prompt.terms.session, slots)
             covered = [other for other in self._leases if _covers(lease, other)]
             self._begin(lease)
@@ -93,7 +94,7 @@ class Leases:
         """List what is leased now."""
         with self._storage.lock:
             self._end_over()
-            now = self._clock()
+            now = self.clock()
             return [
                 Leased(
                     self._storage.namespaces[lease.root].row.model,
@@ -141,7 +142,7 @@ class Leases:
         self._nbytes = +self._nbytes
 
     def _end_over(self) -> None:
-        now, is_attached = self._clock(), self._storage.graph.is_attached
+        now, is_attached = self.clock(), self._storage.graph.is_attached
         self._end([lease for lease in self._leases if lease.until <= now or not is_attached(lease.slots[0])])
 
     def _keep_within_share(self, root: bytes) -> None:
@@ -171,7 +172,7 @@ class Leases:
         """
         with self._storage.lock:
             self._end_over()
-            ahead, noted, length = time.time() - self._clock(), [], 0
+            ahead, noted, length = time.time() - self.clock(), [], 0
             for lease in reversed(self._leases):
                 told = {"until": lease.until + ahead, "tokens": lease.tokens, "session": lease.session}
                 told["ends"] = [[slot.kind, slot.key.hex()] for slot in _ends(lease.slots)]
@@ -184,14 +185,14 @@ class Leases:
     def restore(self, note: str) -> None:
         """Begin the leases of a note whose images are there. What `note` didn't write is passed over."""
         with self._storage.lock:
-            ahead = time.time() - self._clock()
+            ahead = time.time() - self.clock()
             for told in _told(note):
                 ends = [self._storage.graph.slots.get((kind, bytes.fromhex(key))) for kind, key in told["ends"]]
                 kept = {slot: None for end in ends if end is not None for slot in (end, *dependencies(end))}
                 if not kept or None in ends or len({root_of(slot).key for slot in kept}) > 1:
                     continue
                 slots = sorted(kept, key=lambda slot: rank(slot)[1:])
-                until = min(told["until"] - ahead, self._clock() + LONGEST)
+                until = min(told["until"] - ahead, self.clock() + LONGEST)
                 self._begin(Lease(root_of(slots[0]).key, told["tokens"], until, told["session"], slots))
                 self._keep_within_share(root_of(slots[0]).key)
             self._end_over()

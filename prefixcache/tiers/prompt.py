@@ -220,7 +220,8 @@ def count_hit(storage: Storage, prompt: Prompt, depth: int, hot: int = 0) -> Non
         return
     required = required_images(deepest.walk, deepest.depth, RAM)
     graph.recency.touch(required, hit=True)
-    note_use(required, prompt.terms.session)
+    whole = (slot for slot in required if slot.end <= deepest.depth)  # of others a store makes images of its own
+    note_use(whole, prompt.terms.session)
     counters.count_tiers(required, deepest.depth)
     if storage.remote is not None:
         storage.remote.offer_used(deepest.walk, deepest.depth, required)

@@ -5,6 +5,7 @@ import os
 import shutil
 import tempfile
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from prefixcache.blocks.budget import Budget
 from prefixcache.codecs.transform.bases import Bases
 from prefixcache.ssd import open_directory, writer
 from prefixcache.store_fetch_remove import namespaces
+from prefixcache.store_fetch_remove.leases import Leases
 from prefixcache.tiers import ram
 from prefixcache.tiers.admission import SHARE
 from prefixcache.tiers.hot import HotPrompts
@@ -89,8 +91,8 @@ class CacheMachine(RuleBasedStateMachine):
         self._open()
 
     def _open(self):
+        Leases.clock = staticmethod(lambda: self.now)
         self.cache = PrefixCache(**self.options)
-        self.cache._leases._clock = lambda: self.now
         self.watch = Watch(self.cache)
         self.watch.start()
 
@@ -351,6 +353,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache.store(prompt.in_session(session), self.make([7, *tokens]))
         self.stored.append([7, *tokens])
         self.cache.fetch(prompt.in_session(other), leave=0)
+        self.cache.store(prompt.in_session(other), self.make([7, *tokens]))
         used = self.cache.match(prompt).ram
         self.cache.end_session(session)
         if other != session:
@@ -437,6 +440,7 @@ class CacheMachine(RuleBasedStateMachine):
         if hasattr(self, "cache"):
             self._close()
             shutil.rmtree(self.dir)
+        Leases.clock = staticmethod(time.monotonic)
 
 
 class WindowMachine(CacheMachine):

@@ -17,7 +17,7 @@ class Clock:
 
     def __init__(self, cache):
         self.now = 1000.0
-        cache._leases._clock = lambda: self.now
+        cache._leases.clock = lambda: self.now
 
 
 @pytest.fixture(params=["ram", "both"])
@@ -273,6 +273,17 @@ def test_what_another_has_used_since_is_no_sessions_alone(opened, user):
     cache.fetch(cache.prompt([*KEPT, 1], model="m").in_session(user))
     assert cache.end_session("mine") == (0, 0, 0)
     assert cache.match(KEPT, model="m").ssd == 600
+
+
+def test_what_begins_alike_is_no_use_of_a_sessions_block(opened):
+    cache = opened()
+    put(cache, KEPT, session="mine")
+    other = [*KEPT[:100], *states.prompt(5, 500)]
+    cache.fetch(other, model="m")
+    put(cache, other)
+    assert cache.end_session("mine").images == 3
+    assert cache.match(KEPT, model="m").ssd == 100
+    assert cache.match(other, model="m").ssd == 600
 
 
 def test_what_a_session_uses_again_is_still_its_own(opened):

@@ -332,7 +332,7 @@ def complete(server: Endpoint, prompt: str, **more: Any) -> Answer:
 
 def _body(more: dict[str, Any]) -> dict[str, Any]:
     body = {"model": "default_model", "max_tokens": 12, "temperature": 0, **more}
-    extra = {name: body.pop(name) for name in ("cache_salt", "adapters", "draft_model") if name in body}
+    extra = {name: body.pop(name) for name in ("cache", "cache_salt", "adapters", "draft_model") if name in body}
     return {**body, "extra_body": extra}
 
 

@@ -43,15 +43,20 @@ def remove(
 def delete_images(client: AdminClient, selection: Json, *, as_json: bool) -> Json:
     """Delete what the fields select, show it, and return the server's answer."""
     deleted = client.ask("DELETE", "images", selection)
+    show_deleted(client, deleted, as_json=as_json)
+    return deleted
+
+
+def show_deleted(client: AdminClient, deleted: Json, *, as_json: bool) -> None:
+    """Print what was deleted, and what the server holds afterwards."""
     if as_json:
         print_json({"url": client.name, **deleted})
-        return deleted
+        return
     out = console()
     out.print(foreign(f"{client.name}: deleted {many(deleted['images'], 'image')}, {size(deleted['bytes'])}"))
     if deleted["held"]:
         out.print(f"{many(deleted['held'], 'image')} stayed: pinned, or needed by images that stay")
     show_now(client, deleted)
-    return deleted
 
 
 def show_now(client: AdminClient, now: Json) -> None:

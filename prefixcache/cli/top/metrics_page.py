@@ -194,6 +194,7 @@ def facts(url: str, before: Page | None, now: Page) -> Facts:
         },
         "ssd": {name: now.get(f"ssd_{name}_bytes") for name in ("used", "limit", "disk", "queued", "quarantine")},
         "remote": {name: now.get(f"remote_{name}") for name in ("up", "writable", "queued_images")},
+        "leases": {"count": now.get("leases"), "bytes": now.get("leased_bytes")},
         "images": {tier: now.get("images", tier) for tier in ("ram", "ssd")},
         "trouble": {name: now.get(f"{counter}_total") for name, counter in TROUBLE.items()},
         "trouble_meanwhile": {name: _growth(before, now, ((counter, ""),)) for name, counter in TROUBLE.items()},

@@ -45,6 +45,8 @@ def picture(now: Facts) -> RenderableType:
         table.add_row("disk", f"{moved}, {size(int(now['ssd']['queued'] or 0))} queued")
     if now["remote"]["up"] is not None:
         table.add_row("remote", _remote(now["remote"], rates))
+    if now["leases"]["count"]:
+        table.add_row("leases", f"{now['leases']['count']:,.0f}, {size(int(now['leases']['bytes'] or 0))}")
     evicted = f"{_number(rates['evicted_ram'])} images/s from RAM"
     if now["ssd"]["limit"] is not None:
         evicted += f", {_number(rates['evicted_ssd'])}/s from SSD"

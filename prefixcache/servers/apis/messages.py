@@ -72,6 +72,7 @@ class Messages:
         chat["tool_choice"] = _tool_choice(asked)
         chat["stop"] = asked.get("stop_sequences")
         chat["chat_template_kwargs"] = _template_variables(asked)
+        chat["cache"] = {**_kept(asked), **(asked.get("cache") or {})} or None
         if chat.get("stream"):
             chat["stream_options"] = {"include_usage": True}
         return {name: value for name, value in chat.items() if value is not None}
@@ -288,6 +289,33 @@ def _tools(asked: Json) -> Iterator[Json]:
         if tool.get("description") is not None:
             function["description"] = _text(tool, "description", where)
         yield {"type": "function", "function": function}
+
+
+def _kept(body: Json) -> Json:
+    """Return what the request's marks ask the cache for: a mark keeps all that is before it, in a message all of the prompt.
+    The longest counts.
+    """
+    of_system, of_messages = set[str](), {*_ttl_of(body, "cache_control")}
+    for name, ttls in (("tools", of_system), ("system", of_system), ("messages", of_messages)):
+        ttls.update(_marks(body.get(name), name))
+    wanted = {"system_ttl": of_system, "ttl": of_messages}
+    return {name: "1h" if "1h" in ttls else "5m" for name, ttls in wanted.items() if ttls}
+
+
+def _marks(blocks: Any, where: str) -> Iterator[str]:
+    for i, block in enumerate(blocks if isinstance(blocks, list) else ()):
+        if isinstance(block, dict):
+            yield from _ttl_of(block, f"{where}[{i}].cache_control")
+            yield from _marks(block.get("content"), f"{where}[{i}].content")
+
+
+def _ttl_of(block: Json, where: str) -> Iterator[str]:
+    if (mark := block.get("cache_control")) is None:
+        return
+    ttl = mark.get("ttl", "5m") if isinstance(mark, dict) else mark
+    if not isinstance(mark, dict) or ttl not in ("5m", "1h"):
+        raise RequestRefused(f'{where} must be an object such as {{"type": "ephemeral", "ttl": "1h"}}, or with "5m"')
+    yield ttl
 
 
 def _tool_choice(asked: Json) -> Any:

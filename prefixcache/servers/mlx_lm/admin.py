@@ -20,6 +20,7 @@ from mlx_lm.server import ModelDescription
 
 from prefixcache.byte_sizes import parse_size
 from prefixcache.cache import PrefixCache
+from prefixcache.keys import as_session
 from prefixcache.memory import trim_process_memory
 from prefixcache.servers.mlx_lm.context import room_for
 from prefixcache.servers.mlx_lm.generator import Generator
@@ -56,6 +57,8 @@ class Admin:
             ("GET", "pins"): self.pins,
             ("POST", "pins"): self.pin,
             ("DELETE", "pins"): self.unpin,
+            ("GET", "leases"): self.leases,
+            ("DELETE", "sessions"): self.end_session,
             ("POST", "ram"): self.trim,
         }
 
@@ -164,6 +167,27 @@ class Admin:
         if not ended:
             raise RequestRefused("no such pin: GET pins lists them", 404)
         return {"ended": ended}
+
+    # -- leases and sessions ----------------------------------------------------------------------------------------------
+
+    def leases(self, body: Json) -> Json:
+        """List what requests asked to be kept for a time: models, sessions and numbers, no text."""
+        _check_keys(body, ())
+        return {"leases": [leased._asdict() for leased in self._cache.leased()]}
+
+    def end_session(self, body: Json) -> Json:
+        """Delete what was stored under a tenant's session alone, and end its leases."""
+        _check_keys(body, ("session", *TENANT))
+        try:
+            session = as_session(_text(body, "session"))
+        except ValueError as error:
+            raise RequestRefused(str(error)) from None
+        salt = self._tenant(body) or b""
+        self._await_stores()
+        deleted = self._cache.end_session(session, salt=salt)
+        self._generator.prompts.drop_live()
+        self._trim_memory()
+        return {"images": deleted.images, "bytes": deleted.nbytes, "held": deleted.held, **self._now()}
 
     # -- warming ----------------------------------------------------------------------------------------------------------
 

@@ -27,6 +27,7 @@ from prefixcache.cache import PrefixCache, usable_memory
 from prefixcache.keys import as_tokens
 from prefixcache.servers.canonical import CanonicalText
 from prefixcache.servers.in_flight import Admission, Awaited, Computing
+from prefixcache.servers.keeping import Keeping
 from prefixcache.servers.loaded_model import calibration_of, compile_kernels
 from prefixcache.servers.mlx_lm.answers import Answers, Ended
 from prefixcache.servers.mlx_lm.context import room_for
@@ -312,7 +313,7 @@ class Generator:
         sliceable = self.model_provider.sliceable
         boundaries = sorted({*tokenized.boundaries, *self.prompts.branch_points(tokenized, match.ram)})
         awaited = self.turns.awaited(lambda: self.admission.wait_for(ids, space, match.ram, sliceable=sliceable))
-        if awaited is None and self.turns.is_first:
+        if awaited is None and self.turns.is_first and tokenized.is_stored:
             self.admission.enter(Computing(ids, space, boundaries, answers.wanted, match.ram))
         return awaited
 
@@ -368,7 +369,16 @@ class Generator:
             prompt = self.prompts.prompt_of(ids, name, salt, self.model_provider.form)
         ends = np.cumsum([len(segment) for segment in tokenized[1]])
         boundaries = tuple(int(end) for end in sorted({*ends[:-1], len(ids) - 1}))
-        return TokenizedRequest(tokenizer, tokenized, prompt, boundaries, getattr(request, "answers", None))
+        keeping: Keeping = getattr(request, "keeping", Keeping())
+        leases = keeping.leases(len(ids), int(ends[0]) if tokenized[2][:1] == ["system"] else 0)
+        return TokenizedRequest(
+            tokenizer,
+            tokenized,
+            prompt.in_session(keeping.session),
+            boundaries,
+            getattr(request, "answers", None),
+            leases if keeping.stored else None,
+        )
 
     def tokenize(self, tokenizer: Any, request: Any, args: Any) -> Any:
         """Return what mlx-lm's `_tokenize` gives, from before the request's turn if possible; the tokens say whose they are.

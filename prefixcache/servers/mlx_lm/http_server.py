@@ -24,6 +24,7 @@ from prefixcache.servers.apis import Api
 from prefixcache.servers.apis.messages import Messages, TokenCount
 from prefixcache.servers.apis.responses import Responses
 from prefixcache.servers.cold_requests import ColdRequests
+from prefixcache.servers.keeping import Keeping
 from prefixcache.servers.mlx_lm import model_list
 from prefixcache.servers.mlx_lm.admin import Admin
 from prefixcache.servers.mlx_lm.admin_http import BODY_HEADERS, PATH, AdminPath
@@ -226,6 +227,7 @@ class Handler(BaseHTTPRequestHandler):
     def complete(self, completion: Completion, request: Any, answer: Callable[[], None]) -> None:
         """Have mlx-lm answer a request that it has read. Its line of the log says how it ended."""
         request.salt = self.server.site.options.salts.of(self._authorization(), completion.body.get("cache_salt") or "")
+        request.keeping = Keeping.of(completion.body.get("cache"))
         request.request_log = RequestLog()
         self.server.replying.add(self)
         end = request_log.FAILED

@@ -32,7 +32,7 @@ class TokenizedRequest(NamedTuple):
     """A request's prompt as the cache has it, and what mlx-lm's `_tokenize` gave.
 
     `prompt`: empty where it can't be kept. `boundaries`: ascending, where its state will be stored. `answers`: where it is
-    answered.
+    answered. `leases`: how many of its first tokens are to be kept, and for how many seconds; None: nothing of it is.
     """
 
     tokenizer: Any
@@ -40,6 +40,12 @@ class TokenizedRequest(NamedTuple):
     prompt: Prompt
     boundaries: tuple[int, ...]
     answers: Answers | None = None
+    leases: Sequence[tuple[int, float]] | None = ()
+
+    @property
+    def is_stored(self) -> bool:
+        """Tell whether what is computed for it is kept."""
+        return self.leases is not None and len(self.prompt) > 0
 
 
 class TenantSequences(NamedTuple):
@@ -120,7 +126,7 @@ class TenantPromptCache(TieredPromptCache):
         self, model: Any, tokens: Sequence[int], prompt_cache: list[Any], *, cache_type: str = "assistant"
     ) -> None:
         request: TokenizedRequest | None = request_of(tokens)
-        if request is None or not len(request.prompt):
+        if request is None or not request.is_stored:
             return
         stored = self._seen(request, tokens)
         if cache_type != "assistant" and any(chunk.has(stored) for chunk in self._behind):
@@ -137,6 +143,15 @@ class TenantPromptCache(TieredPromptCache):
             write_back_from=stored.given_rows.tokens if is_answered else None,
         )
         self._on_stored(stored, kept, True)
+        self._lease(request)
+
+    def _lease(self, request: TokenizedRequest) -> None:
+        """Keep the beginnings of a stored prompt for as long as it asked."""
+        for tokens, ttl in request.leases or ():
+            try:
+                self.cache.lease(request.prompt.first(tokens), ttl=ttl)
+            except Exception as error:
+                self._fail(error)
 
     def prompt_of(self, ids: np.ndarray, name: str, salt: bytes, form: CacheForm | None) -> Prompt:
         """Return the prompt of a model with this name: answered the same again, unless rows stay as they are computed."""
@@ -158,7 +173,7 @@ class TenantPromptCache(TieredPromptCache):
         self, request: TokenizedRequest | None, tokens: Sequence[int], layers: list[Any], since: int, state: bool
     ) -> None:
         """Keep whole blocks in the middle of a prefill; from token `since` on their rows become what a hit will give."""
-        if request is None or not len(request.prompt):
+        if request is None or not request.is_stored:
             return
         if self.cache.ranks is not None:
             mx.eval([layer.state for layer in layers])  # a peer that is gone ends the request, not this store alone
@@ -204,7 +219,7 @@ class TenantPromptCache(TieredPromptCache):
         prompt, ids = request.prompt, as_tokens(tokens)
         common = min(len(ids), len(prompt))
         if not np.array_equal(ids[:common], prompt.given[:common]):
-            return self.prompt_of(ids, prompt.model, prompt.salt, prompt.form)
+            return self.prompt_of(ids, prompt.model, prompt.salt, prompt.form).in_session(prompt.terms.session)
         return prompt.continued(ids[common:]) if len(ids) > common else prompt.first(common)
 
     def _wait_for_ssd(self, prompt: Prompt) -> None:
