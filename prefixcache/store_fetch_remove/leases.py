@@ -1,6 +1,6 @@
 """What callers keep for a time with `PrefixCache.lease`: the images of a prompt are the last to be evicted from the last tier
 that has them (`blocks.leased_last`), until the lease ends. A lease ends with its time, with the first image that it
-stands for, or as the oldest where a tenant has no more room for leases. Decision 0047 says why.
+stands for, or as the oldest where a tenant has no more room for leases. Decision 0048 says why.
 """
 
 from __future__ import annotations
