@@ -100,7 +100,7 @@ class Side(NamedTuple):
 
 class Comparison(NamedTuple):
     """The `common` tokens with which both prompts begin; `switched`: how many those were with a rule of canonical text
-    switched off, or on where it was off, by its name, where that makes a difference.
+    switched off, or on where it was off, by its name, where that changes where they part.
     """
 
     common: int
@@ -122,8 +122,10 @@ def compare(reader: RequestReader, first: Json, second: Json, *, canonical: bool
     switched: dict[str, int] = {}
     for rule in RULES:
         others = [name for name in RULES if (name in rules) != (name == rule)]
-        tokens = common_tokens(reader.prompt(first, others).tokens, reader.prompt(second, others).tokens)
-        if tokens != common:
+        made = [reader.prompt(body, others).tokens for body in (first, second)]
+        tokens = common_tokens(*made)
+        rest = [len(each) - tokens for each in made]  # what the rule changes in what both have makes no difference
+        if tokens != common and rest != [len(text.tokens) - common for text in texts]:
             switched[rule] = tokens
     first_side, second_side = _side(texts[0], texts[1], common), _side(texts[1], texts[0], common)
     return Comparison(common, first_side, second_side, switched)

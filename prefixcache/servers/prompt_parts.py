@@ -8,6 +8,7 @@ mark comes out the part is. What the mark changes elsewhere, or leaves out, is n
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -128,7 +129,7 @@ class ChatText:
         if not self.tools:
             return False
         without = self._rendered(self.messages, None)
-        more = self._rendered(self.messages, [*self.tools, _marked(self.tools[-1], self.mark, at_end=False)])
+        more = self._rendered(self.messages, [*self.tools, {"type": "function", "function": {"name": self.mark}}])
         if without is None or more is None or self.mark not in more:
             return False
         begin, end = shared(self.text, without), shared(self.text, more)
@@ -173,7 +174,10 @@ class ChatText:
         return len(beginning) if beginning is not None and self.text.startswith(beginning) else None
 
     def _with(self, number: int, *, at_end: bool) -> str | None:
-        changed = _marked(self.messages[number], self.mark, at_end=at_end)
+        try:
+            changed = _marked(self.messages[number], self.mark, at_end=at_end)
+        except ValueError:  # arguments that are no JSON
+            return None
         return self._rendered([*self.messages[:number], changed, *self.messages[number + 1 :]], self.tools)
 
     def _rendered(self, messages: list[Message], tools: Tools | None, *, answer_follows: bool = True) -> str | None:
@@ -196,11 +200,19 @@ NAMES = ("role", "type", "id", "tool_call_id")  # of a message's and a tool's fi
 
 
 def _marked(value: Any, mark: str, *, at_end: bool) -> Any:
-    """Return a message or a tool with the mark before, or behind, each text in it."""
+    """Return a message or a tool with the mark before, or behind, each text in it; a call's arguments stay JSON."""
     if isinstance(value, str):
         return value and (value + mark if at_end else mark + value)
     if isinstance(value, list):
         return [_marked(one, mark, at_end=at_end) for one in value]
     if isinstance(value, dict):
-        return {name: one if name in NAMES else _marked(one, mark, at_end=at_end) for name, one in value.items()}
+        return {
+            name: one if name in NAMES else _marked(_read(one) if name == "arguments" else one, mark, at_end=at_end)
+            for name, one in value.items()
+        }
     return value
+
+
+def _read(arguments: Any) -> Any:
+    """Return a call's arguments as an object, as mlx-lm gives them to templates."""
+    return json.loads(arguments) if isinstance(arguments, str) and arguments else arguments

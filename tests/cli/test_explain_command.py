@@ -96,6 +96,12 @@ def test_a_changing_header_is_named_by_its_rule(written, call):
     assert set(facts[0]["rules"]) <= set(RULES)
 
 
+def test_a_rule_that_changes_what_both_have_makes_no_difference(reader):
+    one, two = (asked(HEADER.format("same") + "Be brief.", user(name)) for name in ("one", "two"))
+    assert compare(reader, one, two, canonical=True).switched == {}
+    assert compare(reader, one, two, canonical=False).switched == {}
+
+
 def test_a_request_that_goes_on_from_another_has_all_of_it_in_common(written, call):
     short, long = written("a.json", {"prompt": "one two"}), written("b.json", {"prompt": "one two three"})
     done = call("explain", short, long, "--model", MODEL)

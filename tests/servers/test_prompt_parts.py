@@ -60,7 +60,11 @@ def render_by(template: str) -> Callable[..., str]:
     compiled = environment.from_string(template)
 
     def render(messages: Any, tools: Any, *, answer_follows: bool) -> str:
-        return compiled.render(messages=copy.deepcopy(messages), tools=tools, add_generation_prompt=answer_follows)
+        chat = copy.deepcopy(messages)
+        for call in (call for message in chat for call in message.get("tool_calls", ())):
+            if isinstance(call["function"]["arguments"], str):  # as mlx-lm does it
+                call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+        return compiled.render(messages=chat, tools=tools, add_generation_prompt=answer_follows)
 
     return render
 
@@ -78,7 +82,8 @@ def chats(draw: st.DrawFn) -> list[dict[str, Any]]:
             answer["reasoning_content"] = draw(WORD)
         messages.append(answer)
         if draw(st.booleans()):
-            arguments = {"path": draw(WORD), "all": draw(st.booleans())}
+            arguments: Any = {"path": draw(WORD), "all": draw(st.booleans())}
+            arguments = draw(st.sampled_from([arguments, json.dumps(arguments)]))
             answer["tool_calls"] = [{"type": "function", "function": {"name": "read", "arguments": arguments}}]
             messages.append({"role": "tool", "content": draw(WORD)})
     return [*messages, {"role": "user", "content": draw(WORD)}]
@@ -131,6 +136,17 @@ def test_a_chat_that_goes_on_parts_behind_what_both_say(template, messages, tool
     told = longer.part_at(shared(longer.text, shorter.text))
     if told.name == MESSAGE and told.number:
         assert told.number > said or template == "looks ahead"  # where the reasoning before it goes
+
+
+@pytest.mark.parametrize("template", list(TEMPLATES)[1:])
+@pytest.mark.parametrize("arguments", [{"path": "a"}, '{"path": "a"}', ""])
+def test_an_answer_that_only_calls_a_tool_is_found(template, arguments):
+    call = {"type": "function", "function": {"name": "read", "arguments": arguments or {}}}
+    answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+    chat = [{"role": "user", "content": "hello"}, answer, {"role": "tool", "content": "there"}]
+    text = ChatText(render_by(TEMPLATES[template]), chat)
+    assert text.part_at(text.text.index("<call>") + 7) == Part(MESSAGE, 2, 3)
+    assert text.part_at(text.text.index("there") + 2) == Part(MESSAGE, 3, 3)
 
 
 @pytest.mark.parametrize("messages", [1, 10, 400])
