@@ -456,8 +456,8 @@ class PrefixCache:
         it gave no more. No I/O, no MLX, and nothing changes; of ranks each answers for itself.
         """
         prompt = self._prompt(tokens, model, salt)
+        self._check_open()  # without the lock, which stores behind need to end
         with self._storage.lock:
-            self._check_open()
             return parting_of(self._storage, prompt, hit)
 
     def branch_point(self, tokens: Tokens | Prompt, *, model: str | None = None, salt: bytes = b"") -> int:
@@ -468,6 +468,7 @@ class PrefixCache:
         `store` it, with its state. The last token is left out, as by a fetch.
         """
         prompt = self._prompt(tokens, model, salt)
+        self._check_open()
         with self._storage.lock:
             depth, needs_snapshot = branch_point_of(self._storage, prompt)
         if self.ranks is not None:  # the stages of a pipeline have different layers
@@ -478,16 +479,16 @@ class PrefixCache:
         """Count the leading tokens of a prompt that a stored one begins with, in whichever tier; a hit may be less deep. No
         I/O, no MLX, and nothing changes; of ranks each answers for itself.
         """
+        self._check_open()  # without the lock, which stores behind need to end
         with self._storage.lock:
-            self._check_open()
             return max((prompt.walk(space).depth for space in prompt.namespaces()), default=0)
 
     def continuations(self, prompt: Prompt, start: int, limit: int, most: int) -> list[list[int]]:
         """Return how stored sequences go on behind the first `start` tokens of a prompt, as far as `limit` tokens. Those that
         are alike so far count once, and no more than `most` are looked at. Nothing is read, as by `known`.
         """
+        self._check_open()  # without the lock, which stores behind need to end
         with self._storage.lock:
-            self._check_open()
             walks = [prompt.walk(space) for space in prompt.namespaces()]
             found = {
                 tokens for walk in walks if walk.depth >= start for tokens in continuations(walk, start, limit, most)
