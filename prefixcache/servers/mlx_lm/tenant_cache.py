@@ -92,9 +92,8 @@ class TenantPromptCache(TieredPromptCache):
         are fetched.
         """
         super().__init__(cache, identify=lambda model: identity_of(model) + name_suffix + self.rank_part)
-        self.shared_under_way: Callable[[Prompt], int] = lambda prompt: (
-            0
-        )  # tokens, with another prompt that is computed now
+        # How many tokens a prompt shares with another that is computed now.
+        self.shared_under_way: Callable[[Prompt], int] = lambda prompt: 0
         self.rank_part = ""  # of the name of the model that is loaded, where ranks share it
         self.exact_prefill = exact_prefill
         self._on_stored = on_stored
@@ -130,7 +129,6 @@ class TenantPromptCache(TieredPromptCache):
             return
         stored = self._seen(request, tokens)
         if cache_type != "assistant" and any(chunk.has(stored) for chunk in self._behind):
-            self.promotions.ended(stored)
             self.promotions.ended(stored)
             return  # before the first token, which is not to wait for the store
         self.hear_of_chunks(all_of_them=True)
