@@ -68,6 +68,8 @@ OTHERS = {  # one for each field of Settings: the flag's text, and what it means
     "spill_queue": ("1GB", 10**9),
     "hot": ("2GB", 2 * 10**9),
     "decline_slow_hits": (True, True),
+    "lease_share": ("0.5", 0.5),
+    "cold_below": ("0.25", 0.25),
     "spill_idle": ("3GB", 3 * 10**9),
     "spill_on_close": (False, False),
     "close_timeout": ("60", 60.0),

@@ -1,5 +1,8 @@
 """Released programs of npm's registry, fetched on first use into the git-ignored folder `.peers/`."""
 
+from __future__ import annotations
+
+import fcntl
 import os
 import shutil
 import subprocess
@@ -11,6 +14,9 @@ import pytest
 from tests.peers.wheels import PEERS
 
 INSTALL = ["npm", "install", "--silent", "--no-audit", "--no-fund", "--no-save"]
+CLAUDE_CODE = ("@anthropic-ai/claude-code", "2.1.197")
+CODEX = ("@openai/codex", "0.169.0")
+SECONDS = 250  # pytest ends a test after 300
 
 
 def installed(package: str, version: str) -> Path:
@@ -21,17 +27,27 @@ def installed(package: str, version: str) -> Path:
     if shutil.which("npm") is None:
         pytest.skip("there is no npm to install it with")
     folder = PEERS / f"{package.replace('/', '+')}-{version}-npm"
-    if not folder.is_dir():
-        PEERS.mkdir(exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=PEERS) as own:
-            _install(f"{package}@{version}", Path(own) / "made")
-            if not folder.is_dir():  # another test run may have been quicker
+    PEERS.mkdir(exist_ok=True)
+    with (PEERS / f"{folder.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another test run may be fetching it
+        if not folder.is_dir():
+            with tempfile.TemporaryDirectory(dir=PEERS) as own:
+                _install(f"{package}@{version}", Path(own) / "made")
                 os.rename(Path(own) / "made", folder)
     return folder / "node_modules" / ".bin"
 
 
 def _install(package: str, folder: Path) -> None:
     folder.mkdir()
-    done = subprocess.run([*INSTALL, "--prefix", str(folder), package], capture_output=True, text=True, timeout=250)
+    command = [*INSTALL, "--prefix", str(folder), package]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        pytest.skip(f"npm has not got {package} in {SECONDS} s")
     if done.returncode:
         pytest.skip(f"npm can't get {package}: {(done.stderr or done.stdout).strip()[-200:]}")
+
+
+if __name__ == "__main__":  # ahead of the tests
+    for which in (CLAUDE_CODE, CODEX):
+        print(installed(*which))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,6 +31,8 @@ class ScriptedAgent:
         says = ["<tool_call>", call, "</tool_call>"]
         more = {"template": TEMPLATE, "max_position_embeddings": 1 << 17}
         self._folder, self._model = folder, save_parrot(folder / "model", says, after={".": SAYS}, **more)
+        config = self._model / "tokenizer_config.json"  # else transformers warns of prompts as long as agents' are
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"model_max_length": 1 << 17}))
 
     @contextmanager
     def serving(self, name: str) -> Iterator[Server]:

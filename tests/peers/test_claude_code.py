@@ -12,17 +12,16 @@ from typing import Any
 
 import pytest
 
-from tests.peers.npm import installed
+from tests.peers.npm import CLAUDE_CODE, installed
 from tests.peers.scripted_agent import SAYS, SHELL, STEPS, ScriptedAgent, work_folder
 from tests.servers.serving import Server, at_once
 
-VERSION = "2.1.197"
 CALL = json.dumps({"name": "Bash", "arguments": {"command": SHELL}})
 
 
 @pytest.fixture(scope="module")
 def claude() -> Path:
-    return installed("@anthropic-ai/claude-code", VERSION) / "claude"
+    return installed(*CLAUDE_CODE) / "claude"
 
 
 @pytest.fixture

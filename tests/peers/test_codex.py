@@ -13,11 +13,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.peers.npm import installed
+from tests.peers.npm import CODEX, installed
 from tests.peers.scripted_agent import SAYS, SHELL, STEPS, ScriptedAgent, work_folder
 from tests.servers.serving import Server, at_once
 
-VERSION = "0.169.0"
 CALL = json.dumps({"name": "exec_command", "arguments": {"cmd": SHELL}})
 CONFIG = """
 model = "default_model"
@@ -47,7 +46,7 @@ class Turn(NamedTuple):
 
 @pytest.fixture(scope="module")
 def codex() -> Path:
-    return installed("@openai/codex", VERSION) / "codex"
+    return installed(*CODEX) / "codex"
 
 
 @pytest.fixture

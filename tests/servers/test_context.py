@@ -119,20 +119,23 @@ def test_a_prompt_beyond_the_context_is_refused_before_it_is_computed(served, mo
     assert not {name for name in changed if "store" in name or "fetch" in name}
 
 
+CALL = {"function": {"name": "a", "arguments": "{bad"}}
+
+
 @pytest.mark.parametrize(
-    "messages",
+    ("messages", "told"),
     [
-        [{"role": "user", "content": [{"type": "text"}]}],
-        [{"role": "user", "content": [{"type": "text", "text": None}]}],
-        [{"role": "user", "content": [{"type": "image_url"}]}],
-        [{"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": "{bad"}}]}, *user("go on")],
+        ([{"role": "user", "content": [{"type": "text"}]}], "messages.0.content.0 must have its text"),
+        ([{"role": "user", "content": [{"type": "text", "text": None}]}], "messages.0.content.0 must have its text"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "messages.0.content.0 is an image"),
+        ([{"role": "assistant", "tool_calls": [CALL]}, *user("go on")], "messages.0.tool_calls.0.function.arguments"),
     ],
     ids=str,
 )
-def test_a_prompt_that_the_template_cant_read_is_the_clients_fault(served, messages):
+def test_a_message_that_the_model_cant_read_is_the_clients_fault(served, messages, told):
     answer = post(served, messages=messages)
     assert answer.status_code == 400
-    assert "the prompt can't be read" in answer.json()["error"]["message"]
+    assert told in answer.json()["error"]["message"]
 
 
 def test_prompts_that_are_warmed_fit_into_the_context(served):
