@@ -7,7 +7,9 @@ import os
 import shutil
 import subprocess
 import tempfile
+import time
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 
@@ -29,12 +31,23 @@ def installed(package: str, version: str) -> Path:
     folder = PEERS / f"{package.replace('/', '+')}-{version}-npm"
     PEERS.mkdir(exist_ok=True)
     with (PEERS / f"{folder.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # another test run may be fetching it
+        _wait_for(lock, package)  # another test run may be fetching it
         if not folder.is_dir():
             with tempfile.TemporaryDirectory(dir=PEERS) as own:
                 _install(f"{package}@{version}", Path(own) / "made")
                 os.rename(Path(own) / "made", folder)
     return folder / "node_modules" / ".bin"
+
+
+def _wait_for(lock: TextIO, package: str) -> None:
+    until = time.monotonic() + SECONDS
+    while True:
+        try:
+            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > until:
+                pytest.skip(f"another process has not got {package} in {SECONDS} s")
+            time.sleep(0.2)
 
 
 def _install(package: str, folder: Path) -> None:
