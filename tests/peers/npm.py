@@ -21,7 +21,7 @@ CODEX = ("@openai/codex", "0.169.0")
 SECONDS = 250  # pytest ends a test after 300
 
 
-def installed(package: str, version: str) -> Path:
+def installed(package: str, version: str, seconds: float = SECONDS) -> Path:
     """The folder of a package's programs, with all that it needs.
 
     Skips the test, and says why, where there is no npm, or it can't get the package.
@@ -34,7 +34,7 @@ def installed(package: str, version: str) -> Path:
         _wait_for(lock, package)  # another test run may be fetching it
         if not folder.is_dir():
             with tempfile.TemporaryDirectory(dir=PEERS) as own:
-                _install(f"{package}@{version}", Path(own) / "made")
+                _install(f"{package}@{version}", Path(own) / "made", seconds)
                 os.rename(Path(own) / "made", folder)
     return folder / "node_modules" / ".bin"
 
@@ -50,17 +50,17 @@ def _wait_for(lock: TextIO, package: str) -> None:
             time.sleep(0.2)
 
 
-def _install(package: str, folder: Path) -> None:
+def _install(package: str, folder: Path, seconds: float) -> None:
     folder.mkdir()
     command = [*INSTALL, "--prefix", str(folder), package]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
     except subprocess.TimeoutExpired:
-        pytest.skip(f"npm has not got {package} in {SECONDS} s")
+        pytest.skip(f"npm has not got {package} in {seconds:g} s")
     if done.returncode:
         pytest.skip(f"npm can't get {package}: {(done.stderr or done.stdout).strip()[-200:]}")
 
 
 if __name__ == "__main__":  # ahead of the tests
     for which in (CLAUDE_CODE, CODEX):
-        print(installed(*which))
+        print(installed(*which, seconds=1200))
