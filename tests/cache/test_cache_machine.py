@@ -58,6 +58,17 @@ class Watch(threading.Thread):
                 self.over.append(held)
 
 
+def unlocked(cache):
+    """Have a cache fail where it waits for stores behind with the lock that they need to end."""
+    wait = cache._behind.wait
+
+    def checked():
+        assert not cache._storage.lock._is_owned()
+        wait()
+
+    cache._behind.wait = checked
+
+
 class CacheMachine(RuleBasedStateMachine):
     """Nothing wrong is ever fetched, nothing deeper than was stored; with room enough, nothing less either."""
 
@@ -93,6 +104,7 @@ class CacheMachine(RuleBasedStateMachine):
     def _open(self):
         Leases.clock = staticmethod(lambda: self.now)
         self.cache = PrefixCache(**self.options)
+        unlocked(self.cache)
         self.watch = Watch(self.cache)
         self.watch.start()
 
