@@ -1,4 +1,4 @@
-"""One adapter for each kind of mlx-lm layer cache: how it is read, and how one like it is made for a boundary.
+"""One adapter for each kind of layer cache of mlx-lm and mlx-vlm: how it is read, and how one like it is made for a boundary.
 
 Adapters read and set attributes, never `state`: its meaning differs between mlx-lm's releases. What is constant of an
 object (its class, its constructor's attributes, the streams of rows that it holds) goes into the *layout*, JSON that
@@ -23,8 +23,9 @@ from prefixcache.keys import BLOCK
 if TYPE_CHECKING:
     from prefixcache.codecs.turboquant.coding import Choice, Run
 
-MLX_LM_CACHES = "mlx_lm.models.cache."
-PLAIN_CACHE = MLX_LM_CACHES + "KVCache"
+CACHE_MODULES = ("mlx_lm.models.cache.", "mlx_vlm.models.cache.")  # the same names and attributes in both
+PLAIN_CACHE = CACHE_MODULES[0] + "KVCache"
+LISTS = tuple(module + "CacheList" for module in CACHE_MODULES)
 PARTS = ("keys", "values")
 
 Layout = dict[str, Any]
@@ -382,17 +383,19 @@ class Batched(Adapter):
         )
 
 
-SNAPSHOT = Snapshot()
+SNAPSHOT, BATCHED = Snapshot(), Batched()
+_BY_NAME: dict[str, Adapter] = {
+    "KVCache": Sliceable(),
+    "ConcatenateKVCache": Sliceable(spare=False),
+    "QuantizedKVCache": Sliceable(exact=True),
+    "RotatingKVCache": Rotating(),
+    "ChunkedKVCache": Chunked(),
+    "ArraysCache": SNAPSHOT,
+}
 REGISTRY: dict[str, Adapter] = {
-    PLAIN_CACHE: Sliceable(),
+    **{module + name: adapter for module in CACHE_MODULES for name, adapter in _BY_NAME.items()},
     "prefixcache.live.turboquant.TurboQuantKVCache": Compressed(),
-    MLX_LM_CACHES + "ConcatenateKVCache": Sliceable(spare=False),
-    MLX_LM_CACHES + "QuantizedKVCache": Sliceable(exact=True),
-    MLX_LM_CACHES + "RotatingKVCache": Rotating(),
-    MLX_LM_CACHES + "ChunkedKVCache": Chunked(),
-    MLX_LM_CACHES + "ArraysCache": SNAPSHOT,
-    MLX_LM_CACHES + "BatchKVCache": Batched(),
-    MLX_LM_CACHES + "BatchRotatingKVCache": Batched(),
+    "prefixcache.live.quantized.QuantizedKVCache": Sliceable(exact=True),
 }
 _by_class: dict[type, Adapter] = {}
 
@@ -400,7 +403,14 @@ _by_class: dict[type, Adapter] = {}
 def adapter_of(cls: type) -> Adapter:
     """Return the adapter of a cache class: its own, else its nearest base's, else a snapshot's."""
     if cls not in _by_class:
-        known = (REGISTRY[path] for path in map(class_path, cls.__mro__) if path in REGISTRY)
-        refused = REGISTRY[MLX_LM_CACHES + "BatchKVCache"]
-        _by_class[cls] = next(known, refused if cls.__name__.startswith("Batch") else SNAPSHOT)
+        _by_class[cls] = BATCHED if "Batch" in cls.__name__ else _nearest(cls)
     return _by_class[cls]
+
+
+def _nearest(cls: type) -> Adapter:
+    for base in cls.__mro__:
+        if class_path(base) in REGISTRY:
+            return REGISTRY[class_path(base)]
+        if "update_and_fetch" in vars(base):
+            break  # it may lay its rows out in another way than its base: decision 0005
+    return SNAPSHOT

@@ -8,7 +8,6 @@ import importlib
 from typing import Any
 
 from prefixcache.layers.adapters import (
-    MLX_LM_CACHES,
     REGISTRY,
     SNAPSHOT,
     CacheError,
@@ -52,7 +51,7 @@ def find_class(path: str) -> type:
 def _is_layer_cache(cls: type) -> bool:
     """Tell whether a prompt cache can hold objects of this class: it has what mlx-lm asks of each layer's cache."""
     asked = hasattr(cls, "state") and hasattr(cls, "is_trimmable")
-    return asked and class_path(cls) != MLX_LM_CACHES + "_BaseCache" and adapter_of(cls).can_make
+    return asked and cls.__name__ != "_BaseCache" and adapter_of(cls).can_make
 
 
 def check_kept(path: str, at: str) -> None:

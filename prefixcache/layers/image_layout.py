@@ -25,10 +25,8 @@ from prefixcache.codecs.transform.coding import GroupCoder
 from prefixcache.image_format import DTYPES, Image, Spec
 from prefixcache.keys import BLOCK, canonical
 from prefixcache.layers import snapshots
-from prefixcache.layers.adapters import PLAIN_CACHE, CacheError, Layout, Leaf, adapter_of
+from prefixcache.layers.adapters import LISTS, PLAIN_CACHE, CacheError, Layout, Leaf, adapter_of, class_path
 from prefixcache.layers.classes import check_kept, find_class, read_leaf
-
-LIST = "mlx_lm.models.cache.CacheList"
 
 
 class Coding(NamedTuple):
@@ -66,7 +64,7 @@ class Reading(NamedTuple):
 
 
 def read(prompt_cache: Any) -> Reading:
-    """Read mlx-lm's list of layer caches. CacheError names the layer that can't be kept and what to do."""
+    """Read a list of layer caches. CacheError names the layer that can't be kept and what to do."""
     if not isinstance(prompt_cache, (list, tuple)) or not prompt_cache:
         raise CacheError(
             f"prompt cache of type {type(prompt_cache).__name__}: pass the list of layer caches, "
@@ -86,7 +84,7 @@ def read(prompt_cache: Any) -> Reading:
 def _read_layer(cache: Any, at: str, leaves: list[Leaf]) -> Layout:
     if is_list(type(cache)):
         children = [_read_layer(c, f"{at}.{i}", leaves) for i, c in enumerate(cache.caches)]
-        path = f"{type(cache).__module__}.{type(cache).__qualname__}"
+        path = class_path(type(cache))
         check_kept(path, at)
         return {"class": path, "kind": "list", "tuple": isinstance(cache.caches, tuple), "children": children}
     leaf = read_leaf(cache, at)
@@ -103,7 +101,7 @@ def live_arrays(prompt_cache: Sequence[Any]) -> list[mx.array]:
 
 
 def is_list(cls: type) -> bool:
-    return any(f"{base.__module__}.{base.__qualname__}" == LIST for base in cls.__mro__)
+    return any(class_path(base) in LISTS for base in cls.__mro__)
 
 
 class Member(NamedTuple):

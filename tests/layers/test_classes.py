@@ -1,4 +1,4 @@
-"""Which classes a layout may name: the layer caches that mlx-lm and this package define, and no class beside them."""
+"""Which classes a layout may name: layer caches of mlx-lm, mlx-vlm and this package, and no class beside them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm.models
 import mlx_lm.models.cache as mlx_lm_cache
+import mlx_vlm.models
 import pytest
 from mlx_lm.models.cache import CacheList, KVCache
 
@@ -28,10 +29,19 @@ OF_MLX_LM = {
     "ArraysCache",
     "CacheList",
 }
+OF_MLX_VLM = {"BufferedRotatingKVCache", "PoolingCache", "SimpleKVCache", "StaticPrefixKVCache"}
+OF_MLX_VLMS_MODELS = {
+    "deepseek_v41.language.DeepseekV41Cache",
+    "hy_v4.cache.HyV4KVCache",
+    "minimax_m3_vl.language.MiniMaxM3KVCache",
+    "qwen4_exp.language.QSAKVCache",
+    "qwen4_exp.language.QSAQuantizedKVCache",
+    "unlimited_ocr.language.RingSlidingKVCache",
+}
 
 
 def modules() -> Iterator[ModuleType]:
-    for package in (mlx_lm.models, prefixcache):
+    for package in (mlx_lm.models, mlx_vlm.models, prefixcache):
         for found in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
             if not found.name.endswith("__main__"):
                 try:
@@ -41,7 +51,7 @@ def modules() -> Iterator[ModuleType]:
 
 
 def paths() -> set[str]:
-    """Every name that a module of mlx-lm's models or of ours has for a class."""
+    """Every name that a module of theirs, or of ours, has for a class."""
     return {f"{m.__name__}.{name}" for m in modules() for name, value in vars(m).items() if isinstance(value, type)}
 
 
@@ -60,7 +70,9 @@ def test_exactly_what_a_prompt_cache_can_hold_may_be_named(monkeypatch):
     found = {path for path in known if is_found(path)}
     own = {path for path in known if path.endswith(".LayerCache") and path.startswith("mlx_lm.models.deepseek_v4")}
     expected = {f"mlx_lm.models.cache.{name}" for name in OF_MLX_LM} | {"prefixcache.live.quantized.QuantizedKVCache"}
-    assert found == expected | own
+    assert {path for path in found if not path.startswith("mlx_vlm.")} == expected | own
+    of_mlx_vlm = {path.removeprefix("mlx_vlm.models.") for path in found if path.startswith("mlx_vlm.")}
+    assert of_mlx_vlm == {f"cache.{name}" for name in OF_MLX_LM | OF_MLX_VLM} | OF_MLX_VLMS_MODELS
     for path in found:
         cls = find_class(path)
         assert f"{cls.__module__}.{cls.__qualname__}" == path
@@ -97,6 +109,8 @@ def owns(module: ModuleType) -> tuple[type, ...]:
         "mlx_lm.models.cache.KVCache.update_and_fetch",
         "mlx_lm.models.cache.",
         "mlx_lm.models.cache._BaseCache",
+        "mlx_vlm.models.cache._BaseCache",
+        "mlx_vlm.models.minimax_m3_vl.language.MiniMaxM3BatchKVCache",
         "prefixcache.live.turboquant.TurboQuantKVCache",
         "mlx_lm.models.llama.nn.Linear",
         "prefixcache.__main__.app",

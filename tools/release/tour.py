@@ -21,7 +21,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-EXTRAS = {"cryptography", "matplotlib", "obstore", "valkey", "vllm_mlx"}  # what an extra, or a server, brings
+# What an extra, or a server, brings.
+EXTRAS = {"cryptography", "matplotlib", "mlx_vlm", "obstore", "valkey", "vllm_mlx"}
 SECONDS = 300.0  # that one command, or the start of a server, may take
 BIN = Path(sys.executable).parent
 ENVIRONMENT = {**os.environ, "HF_HUB_OFFLINE": "1", "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
