@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from prefixcache.cache import Match, PrefixCache
     from prefixcache.codecs import Raw, Transform, TurboQuant
     from prefixcache.identity import model_identity
-    from prefixcache.keys import chunks
     from prefixcache.layers import CacheError, StoredLayer, StoredPrompt, allow
     from prefixcache.live import (
         BatchQuantizedKVCache,
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
         convert_prompt_cache,
         make_prompt_cache,
     )
+    from prefixcache.media import Media, chunks, media_digest
     from prefixcache.metrics.stats import Stats
     from prefixcache.ranks import rank_identity
     from prefixcache.settings import Settings
@@ -43,6 +43,7 @@ __all__ = [
     "DirectoryHeld",
     "LivePromptCache",
     "Match",
+    "Media",
     "PrefixCache",
     "QuantizedKVCache",
     "Raw",
@@ -60,6 +61,7 @@ __all__ = [
     "convert_in_place",
     "convert_prompt_cache",
     "make_prompt_cache",
+    "media_digest",
     "model_identity",
     "rank_identity",
 ]
@@ -74,11 +76,13 @@ _HOMES = {
     "Transform": "codecs",
     "TurboQuant": "codecs",
     "model_identity": "identity",
-    "chunks": "keys",
+    "chunks": "media",
     "CacheError": "layers",
     "StoredLayer": "layers",
     "StoredPrompt": "layers",
     "allow": "layers",
+    "Media": "media",
+    "media_digest": "media",
     "rank_identity": "ranks",
     "Settings": "settings",
     "DirectoryError": "ssd",

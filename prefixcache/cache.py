@@ -16,12 +16,14 @@ import sqlite3
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple
 
 import mlx.core as mx
+import numpy as np
 
 from prefixcache.blocks.budget import Budget, Reservation
 from prefixcache.blocks.continuations import continuations
@@ -40,6 +42,7 @@ from prefixcache.layers.image_layout import live_arrays, read
 from prefixcache.layers.joined import DamagedBlock
 from prefixcache.layers.read_ahead import ReadAhead
 from prefixcache.layers.stored import StoredPrompt
+from prefixcache.media import Media, as_media, check_placeholders, with_pseudo_ids
 from prefixcache.memory import machine_memory, trim_process_memory
 from prefixcache.metrics.logs import UsageLog
 from prefixcache.metrics.rates import MeasuredRates
@@ -160,6 +163,7 @@ class PrefixCache:
         self._leases = Leases(self._storage)
         self._kernels = turboquant_backends.describe()
         self._said_not_finite = False
+        self._placeholders: dict[str, np.ndarray] = {}  # by model
         self._behind = StoresBehind()
         self._last_flush = time.monotonic()  # of what was used, to the index
         self._said: set[tuple[str, str]] = set()  # models and layouts of another form that a fetch has left alone
@@ -270,6 +274,7 @@ class PrefixCache:
         like: list[Any] | CacheForm | None = None,
         label: str = "",
         whole_blocks: bool = False,
+        media: Sequence[Media] = (),
     ) -> Prompt:
         """Return a request's tokens, checked once: the calls below take it in the place of tokens, model and salt, and then
         walk the graph of blocks once for all of them.
@@ -284,16 +289,31 @@ class PrefixCache:
         stored since, so that the answer is the same again: see `store(write_back_from=)`. Exact codecs and recurrent models
         are hit as without.
 
-        Raises TypeError or ValueError for bad tokens, model, salt or label, CacheError for what is no prompt cache.
+        `media`, in the prompt's order: its pictures, sounds and video frames, for whose placeholders keys see their contents.
+        No store, hit or branch point ends inside one that is `whole`; a hit may end with any, even with `whole_blocks`.
+
+        Raises TypeError or ValueError for bad tokens, media, model, salt or label, CacheError for what is no prompt cache.
         """
-        token_bytes = as_tokens(tokens).tobytes()
+        ids = as_tokens(tokens)
+        spans = as_media(media, len(ids))
         if not isinstance(label, str):
             raise TypeError(f"label={label!r}: give a word")
         form = None if like is None else CacheForm.of(like)
         terms = PromptTerms(as_model(model), as_salt(salt), form, label, whole_blocks)
+        if (placeholders := self._placeholders.get(model)) is not None:
+            check_placeholders(ids, spans, placeholders)
+        token_bytes = (with_pseudo_ids(ids, spans) if spans else ids).tobytes()
         self._namespaces.derive_roots(terms.model, terms.salt)
         return Prompt(
-            self._storage, lambda: self._namespaces.known(terms.model, terms.salt), token_bytes, tokens, terms
+            self._storage, lambda: self._namespaces.known(terms.model, terms.salt), token_bytes, tokens, terms, spans
+        )
+
+    def set_media_tokens(self, tokens: Tokens | set[int], *, model: str) -> None:
+        """Name all placeholder tokens of a model. From now on its prompts are refused (ValueError) unless all placeholders in
+        them, and nothing else, are in `media`: plain tokens can't tell one picture from another, and would hit the wrong one.
+        """
+        self._placeholders[as_model(model)] = as_tokens(
+            sorted(tokens) if isinstance(tokens, (set, frozenset)) else tokens
         )
 
     def _prompt(self, tokens: Tokens | Prompt, model: str | None, salt: bytes) -> Prompt:
@@ -319,8 +339,9 @@ class PrefixCache:
 
         `prompt_cache` is mlx-lm's list of layer caches after these tokens; it is read, and never kept. When it
         has seen fewer positions than there are tokens, the tokens beyond are left out; when more, what lies beyond
-        is. `model` and `salt`: see `prompt`. The codes of a `TurboQuantKVCache` are kept as they are; it shares blocks with
-        plain caches of the model. The rows of whole blocks are coded, those of an incomplete last one are kept as they are.
+        is. Where it ends inside a whole medium, only what lies before that is kept. `model` and `salt`: see `prompt`. The
+        codes of a `TurboQuantKVCache` are kept as they are; it shares blocks with plain caches of the model. The rows of
+        whole blocks are coded, those of an incomplete last one are kept as they are.
 
         With `write_back_from` the rows of whole blocks in `prompt_cache` become what a fetch would give, from the block of
         this token on (those before, which a fetch gave, are left alone). Call it so after each chunk of a prefill, which must
@@ -371,15 +392,16 @@ class PrefixCache:
         if self.ranks is not None:  # what the ranks compute together must not wait for one that fails to store it
             mx.eval(live_arrays(prompt_cache))
         reading = read(prompt_cache)
-        limit = min(len(prompt), reading.positions) if reading.positions is not None else len(prompt)
+        seen = min(len(prompt), reading.positions) if reading.positions is not None else len(prompt)
+        limit = prompt.outside_media(seen)
         counted = any(leaf.positions for leaf in reading.leaves)
-        if not counted and not any(arrays_in(leaf.state) for leaf in reading.leaves):
+        if not limit or (not counted and not any(arrays_in(leaf.state) for leaf in reading.leaves)):
             return None
         if prompt.form is not None:
             prompt.form.learn(reading.layout)
         namespace = self._namespaces.of_layout(prompt.model, reading.layout, prompt.salt)
         plan = namespace.plan
-        agreed = reading.agreed and reading.positions in (None, limit)
+        agreed = reading.agreed and limit == seen and reading.positions in (None, seen)
         evaluate(reading.leaves)
         if self._recorder is not None and (snapshot or write_back_from is None):
             self._recorder.store(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -32,27 +32,12 @@ def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
     return int(differ.argmax()) if n and differ.any() else n
 
 
-def chunks(first: int, last: int, step: int = 2048) -> Iterator[tuple[int, int]]:
-    """Yield the chunks of a prefill: pairs (first, last), `last` not included, of at most `step` tokens.
-
-    Each ends where a block of 256 tokens does, if it can: then `PrefixCache.store(write_back_from=first)` after each leaves
-    whole blocks in the prompt cache as a fetch gives them. The last one ends at `last`. With `step=256` a block is always
-    computed on the same rows, wherever a hit ended.
-    """
-    while first < last:
-        limit = min(first + step, last)
-        end = limit // BLOCK * BLOCK
-        end = end if end > first else limit
-        yield first, end
-        first = end
-
-
 def as_tokens(tokens: Any) -> np.ndarray:
     """Return tokens as a contiguous one-dimensional little-endian int64 array; an array of that form is taken as it is.
 
-    Takes a list, tuple or range of ints, or a one-dimensional integer array of NumPy or MLX. Negative ids are valid
-    (mlx-lm gives the patches of an image one). Raises TypeError for what is not a sequence of integers (booleans and
-    floats are not), ValueError for nested sequences and ids outside int64.
+    Takes a list, tuple or range of ints, or a one-dimensional integer array of NumPy or MLX. Negative ids are valid. Raises
+    TypeError for what is not a sequence of integers (booleans and floats are not), ValueError for nested sequences and ids
+    outside int64.
     """
     if isinstance(tokens, (np.ndarray, memoryview, array)):
         return _from_array(np.asarray(tokens))

@@ -51,6 +51,7 @@ class Part(NamedTuple):
 
 PAGE = (
     Part("The cache", ("PrefixCache", "Stored", "Match", "Stats", "model_identity", "rank_identity", "chunks")),
+    Part("Pictures, sound and video", ("Media", "media_digest")),
     Part("Settings", ("Settings",)),
     Part("Codecs", ("TurboQuant", "Transform", "Raw")),
     Part("What `lookup` gives", ("StoredPrompt", "StoredLayer", "allow")),

@@ -13,10 +13,11 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from prefixcache.cache import PrefixCache
-from prefixcache.keys import BLOCK, chunks
+from prefixcache.keys import BLOCK
 from prefixcache.layers.encode import evaluate
 from prefixcache.layers.form import CacheForm
 from prefixcache.layers.image_layout import read
+from prefixcache.media import chunks
 from prefixcache.servers.warm_prompts import WarmSequence, common_prefix
 from prefixcache.tiers.prompt import Prompt
 

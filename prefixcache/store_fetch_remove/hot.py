@@ -48,7 +48,7 @@ def tokens_to_keep(storage: Storage, namespace: Namespace, prompt: Prompt, end: 
     with storage.lock:
         stored = prompt.boundary(namespace, prompt.walk(namespace), storage.graph.last, end)
     if not namespace.plan.lossless and prompt.given_rows.tokens // BLOCK < stored // BLOCK:
-        stored = prompt.given_rows.tokens // BLOCK * BLOCK
+        stored = prompt.outside_media(prompt.given_rows.tokens // BLOCK * BLOCK)
     is_sliceable = not (namespace.plan.windows or namespace.plan.snapshots)
     return stored if is_sliceable or (agreed and stored == end) else 0
 
@@ -150,11 +150,11 @@ def _shared(hot: HotPrompt, ids: np.ndarray, wanted: int) -> int:
 
 def _depth(storage: Storage, prompt: Prompt, namespace: Namespace, hot: HotPrompt, shared: int) -> int:
     """Return how much a hot prompt gives of one with which it shares so many tokens. Rows of its whole blocks are decoded: a
-    hit doesn't end among them.
+    hit doesn't end among them, but with a medium.
     """
     if shared < len(hot.ids) and not hot.state.is_sliceable:
         return 0
     if shared < len(hot.ids) // BLOCK * BLOCK and not namespace.plan.lossless:
-        shared -= shared % BLOCK
+        shared = prompt.end_of_block(shared)
     depth = prompt.boundary(namespace, prompt.walk(namespace), storage.graph.last, shared)
     return depth if hot.state.is_sliceable or depth == len(hot.ids) else 0

@@ -16,7 +16,7 @@ from functools import partial
 from typing import NamedTuple
 
 from prefixcache.blocks.budget import Reservation
-from prefixcache.blocks.lookup import hit_depth, required_images
+from prefixcache.blocks.lookup import required_images
 from prefixcache.blocks.masks import extra_of, held_mask, mask_of, window_key
 from prefixcache.blocks.node import BLOCK_BYTES, RAM, Node, Slot
 from prefixcache.codecs.interchange import name_of
@@ -414,7 +414,7 @@ class StoreCall:
         with storage.lock:
             graph, counters = storage.graph, storage.counters
             walk = self.prompt.walk(self._namespace)
-            depth = hit_depth(walk, graph.last, self._limit)
+            depth = self.prompt.hit_depth(walk, graph.last, self._limit)
             required = required_images(walk, depth, graph.last)
             graph.recency.request_ended(required)
             note_use(required, self.prompt.terms.session)

@@ -21,6 +21,7 @@ DECLINED = "declined"
 NO_STATE = "no_state"
 NO_WINDOW = "no_window"
 WHOLE_BLOCK = "whole_block"
+WHOLE_MEDIUM = "whole_medium"
 DAMAGED = "damaged"
 OTHER_FORM = "other_form"
 
@@ -33,6 +34,7 @@ REASONS = {
     NO_STATE: "the model goes on from stored states only, and none is kept there",
     NO_WINDOW: "the rows of a sliding window that it needs are not kept",
     WHOLE_BLOCK: "it parts within a coded block, which is hit as a whole",
+    WHOLE_MEDIUM: "a medium, such as a picture, is hit as a whole, or the prompt ends with it",
     DAMAGED: "a block on its way was damaged, and is gone",
     OTHER_FORM: "more is stored, for layers of another form",
 }
@@ -77,12 +79,12 @@ def parting_of(storage: Storage, prompt: Prompt, hit: int) -> Parting:
 
 
 def branch_point_of(storage: Storage, prompt: Prompt) -> BranchPoint:
-    """Return the end of the last whole block up to which a stored prompt is the same, below the last token, which is always
-    computed. Called under the storage's lock.
+    """Return the end of the last whole block or medium up to which a stored prompt is the same, below the last token, which
+    is always computed. Called under the storage's lock.
     """
     known = [(rows_depth(prompt.walk(space), storage.graph.last), space) for space in prompt.namespaces()]
     depth = min(max((depth for depth, _ in known), default=0), max(len(prompt) - 1, 0))
-    return BranchPoint(depth // BLOCK * BLOCK, any(space.plan.snapshots for _, space in known))
+    return BranchPoint(prompt.end_of_block(depth), any(space.plan.snapshots for _, space in known))
 
 
 def _evicted_to(storage: Storage, prompt: Prompt, space: Namespace, walk: Walk) -> int:
@@ -102,6 +104,8 @@ def _reason(storage: Storage, prompt: Prompt, space: Namespace, walk: Walk, hit:
         return NOT_READ
     if any(node.rows is None for node in walk.nodes):
         return DAMAGED
-    if hit_depth(walk, last, limit) > hit:
+    if prompt.hit_depth(walk, last, limit) > hit:
         return WHOLE_BLOCK
+    if hit_depth(walk, last, limit) > hit:
+        return WHOLE_MEDIUM
     return NO_STATE if walk.tree.snapshots else NO_WINDOW

@@ -17,6 +17,7 @@ import numpy as np
 from prefixcache.blocks.lookup import hit_depth, pin_leaves, required_images
 from prefixcache.blocks.node import RAM, Node, Slot, Walk
 from prefixcache.keys import BLOCK, TOKEN_BYTES, as_tokens, chain
+from prefixcache.media import Media, last_end, outside_whole, rope_delta
 from prefixcache.tiers.state import Namespace
 from prefixcache.tiers.storage import Storage
 
@@ -73,13 +74,17 @@ class Prompt:
         token_bytes: bytes,
         given: Any = None,
         terms: PromptTerms = PromptTerms(),
+        media: Sequence[Media] = (),
     ):
-        """`namespaces` gives those that may know the tokens (raw int64 bytes); `given` are the caller's own tokens."""
+        """`namespaces` gives those that may know the tokens: `token_bytes` (raw int64), with the pseudo-ids of `media` in
+        place of their placeholders. `given` are the caller's own tokens.
+        """
         self._storage = storage
         self._all_namespaces = namespaces
         self.token_bytes = token_bytes
         self.given = given
         self.terms = terms
+        self.media = media  # the last one may go on beyond the prompt: see `first`
         self.given_rows = GivenRows()  # one for all prompts that were made of this one
         self.model, self.salt, self.form = terms.model, terms.salt, terms.form
         self._walks: dict[bytes, Walk] = {}  # by root key; the storage's lock guards them
@@ -101,17 +106,26 @@ class Prompt:
         for namespace in others:
             if self.form.difference(namespace.row.layout):
                 limit = max(len(self) - 1, 0)
-                if hit_depth(self.walk(namespace), self._storage.graph.last, limit) > depth:
+                if self.hit_depth(self.walk(namespace), self._storage.graph.last, limit) > depth:
                     return namespace.row.layout
         return ""
 
     def continued(self, tokens: Any) -> Prompt:
-        """Return the prompt with what comes after it, such as its answer; goes on from its walks. Errors as of `prompt`."""
-        return self._resumed(self.token_bytes + as_tokens(tokens).tobytes())
+        """Return the prompt with the text that comes after it, such as its answer; goes on from its walks. Errors as of
+        `prompt`; ValueError where this one ends inside a medium.
+        """
+        if self.media and self.media[-1].end > len(self):
+            raise ValueError(
+                f"the prompt's {len(self)} tokens end inside {self.media[-1]}: no text comes after it there"
+            )
+        more = as_tokens(tokens)
+        given = np.concatenate([self._given_ids(), more]) if self.media else None
+        return self._resumed(self.token_bytes + more.tobytes(), given)
 
     def first(self, count: int) -> Prompt:
         """Return the first `count` tokens, such as those that are computed so far. Goes on from this one's walks."""
-        return self._resumed(self.token_bytes[: count * TOKEN_BYTES])
+        given = self._given_ids()[:count] if self.media else None
+        return self._resumed(self.token_bytes[: count * TOKEN_BYTES], given)
 
     def labelled(self, label: str) -> Prompt:
         """Return the same prompt, whose stores count under another label."""
@@ -125,10 +139,31 @@ class Prompt:
         named.terms = replace(self.terms, session=sys.intern(session))
         return named
 
-    def _resumed(self, token_bytes: bytes) -> Prompt:
-        """Return a prompt whose tokens begin with these, or these with them."""
-        given = np.frombuffer(token_bytes, "<i8")
-        resumed = Prompt(self._storage, self._all_namespaces, token_bytes, given, self.terms)
+    def rope_delta(self, depth: int) -> int:
+        """Return what the RoPE positions behind a hit of `depth` tokens are more than the tokens' places: the sum, over the
+        media before, of positions minus length. Negative for most M-RoPE models.
+        """
+        return rope_delta(self.media, depth)
+
+    def outside_media(self, place: int) -> int:
+        """Return the last place at or before this one that is not inside a medium whose tokens attend to each other."""
+        return outside_whole(self.media, place)
+
+    def end_of_block(self, place: int) -> int:
+        """Return the last place at or before this one where a block or a medium ends, outside of whole media."""
+        end = place - place % BLOCK
+        while (outside := self.outside_media(end)) < end:
+            end = outside - outside % BLOCK
+        return max(end, last_end(self.media, place))
+
+    def _given_ids(self) -> np.ndarray:
+        return as_tokens(self.given)[: len(self)]
+
+    def _resumed(self, token_bytes: bytes, given: np.ndarray | None) -> Prompt:
+        """Return a prompt whose tokens begin with these, or these with them. `given`: the caller's, if others."""
+        media = tuple(medium for medium in self.media if medium.start * TOKEN_BYTES < len(token_bytes))
+        given = np.frombuffer(token_bytes, "<i8") if given is None else given
+        resumed = Prompt(self._storage, self._all_namespaces, token_bytes, given, self.terms, media)
         resumed.given_rows = self.given_rows
         for root, walk in list(self._walks.items()):
             path = [node for node in walk.path if node.end <= len(resumed)]
@@ -174,16 +209,23 @@ class Prompt:
 
     def boundary(self, namespace: Namespace, walk: Walk, tier: int, limit: int) -> int:
         """Return the deepest boundary, at most `limit`, that can be hit; of a prompt with `whole_blocks` one at the end of a
-        whole block, or in an incomplete one whose rows are kept as they are.
+        whole block or of a medium, or in an incomplete block whose rows are kept as they are.
         """
-        depth = hit_depth(walk, tier, limit)
+        depth = self.hit_depth(walk, tier, limit)
         if not self.terms.whole_blocks or namespace.plan.snapshots or namespace.plan.lossless:
             return depth
-        while depth > 0:
+        while depth > 0 and (end := self.end_of_block(depth)) < depth:
             node = next(node for node in walk.nodes if node.end >= depth)
-            if node.end == depth if node.is_whole else not _is_coded(namespace, node):
+            if not node.is_whole and not _is_coded(namespace, node):
                 break
-            depth = hit_depth(walk, tier, node.start)
+            depth = self.hit_depth(walk, tier, end)
+        return depth
+
+    def hit_depth(self, walk: Walk, tier: int, limit: int) -> int:
+        """Return the deepest boundary, at most `limit`, that has all images that a hit needs, and is in no whole medium."""
+        depth = hit_depth(walk, tier, limit)
+        while (outside := self.outside_media(depth)) < depth:
+            depth = hit_depth(walk, tier, outside)
         return depth
 
 

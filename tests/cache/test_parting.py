@@ -123,4 +123,4 @@ def test_evicted_keys_knows_those_that_no_other_has_replaced(keys):
 
 
 def test_each_reason_is_said_in_words():
-    assert len({*REASONS.values()}) == len(REASONS) == 10
+    assert len({*REASONS.values()}) == len(REASONS) == 11

@@ -18,7 +18,8 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from prefixcache.codecs.transform import gpu_coding, gpu_entropy
 from prefixcache.codecs.transform.coding import Codes, GroupCoder
-from prefixcache.keys import BLOCK, chunks
+from prefixcache.keys import BLOCK
+from prefixcache.media import chunks
 from tools.bench import report, transform_rows
 from tools.bench.gpu_live import model_of
 from tools.bench.report import Figure

@@ -16,7 +16,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from prefixcache import PrefixCache
 from prefixcache.codecs.interchange import on_cpu
-from prefixcache.keys import chunks
+from prefixcache.media import chunks
 from tools.bench import report
 from tools.bench.gpu_live import model_of
 from tools.bench.report import Figure

@@ -19,8 +19,9 @@ import mlx.core as mx
 from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import CacheList, KVCache
 
-from prefixcache.keys import BLOCK, chunks
+from prefixcache.keys import BLOCK
 from prefixcache.layers.classes import read_leaf
+from prefixcache.media import chunks
 from prefixcache.servers.mlx_lm.errors import may_be_the_hits
 from prefixcache.servers.mlx_lm.tenant_cache import TenantPromptCache, TokenizedRequest
 from prefixcache.servers.mlx_lm.upstream import Batches, RequestTokens, in_temporal_order, request_of, row_count

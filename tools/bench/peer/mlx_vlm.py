@@ -19,6 +19,7 @@ class Side:
 
     def __init__(self, place: Place, empty: list[Any]):
         from mlx_vlm import apc
+        from mlx_vlm.apc_coordinator import APCCoordinator
 
         logging.disable(logging.WARNING)
         self.manager = apc.from_env(
@@ -35,7 +36,7 @@ class Side:
             },
         )
         model = SimpleNamespace(make_cache=lambda: empty)
-        self.coordinator = apc.APCCoordinator(self.manager, model)
+        self.coordinator = APCCoordinator(self.manager, model)
         self.hit: dict[str, Any] | None = None
 
     def fetch(self, tokens: list[int]) -> tuple[list[Any] | None, int]:
