@@ -376,9 +376,14 @@ class PrefixCache:
         if call is None:
             return self._behind.submit(lambda: NOTHING_STORED)
         end = call.begin()
-        self._warn_of(call)
         self._storage.counters.durations.store.observe(time.monotonic() - began)
-        return self._behind.submit(end)
+
+        def end_and_warn() -> Stored:
+            stored = end()
+            self._warn_of(call)
+            return stored
+
+        return self._behind.submit(end_and_warn)
 
     def _store_call(
         self, prompt: Prompt, prompt_cache: list[Any], write_back_from: int | None, *, snapshot: bool

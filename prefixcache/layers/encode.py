@@ -289,21 +289,22 @@ class Gpu(Way):
             at = 0
             for start, last in merged([(target.first, target.last) for target in targets]):
                 for member in members:
-                    decoded = encoded.decoded[member.head - first :][: member.heads, at : at + last - start]
+                    of_member = slice(member.head - first, member.head - first + member.heads)
+                    decoded = encoded.decoded[of_member, at : at + last - start]
                     self._back.add(member, start, decoded, targets[0].exact)
                 at += last - start
 
     def _gathered(self, members: Sequence[Member], targets: Sequence[RowTarget]) -> mx.array:
         """Return rows (all heads of these members, tokens of all targets, width)."""
-        of_members = []
+        runs, of_members = merged([(target.first, target.last) for target in targets]), []
         for member in members:
             leaf = self._leaves[member.leaf]
-            array, pieces = leaf.arrays[member.stream][0], []
-            for first, last in merged([(target.first, target.last) for target in targets]):
+            array, pieces = leaf.arrays[member.stream], []
+            for first, last in runs:
                 where = leaf.where(first, last)
-                pieces.append(array[:, where] if isinstance(where, slice) else mx.take(array, mx.array(where), axis=1))
-            of_members.append(pieces[0] if len(pieces) == 1 else mx.concatenate(pieces, axis=1))
-        return mx.concatenate(of_members)
+                pieces.append(array[:, :, where if isinstance(where, slice) else mx.array(where)])
+            of_members.append(pieces[0] if len(pieces) == 1 else mx.concatenate(pieces, axis=2))
+        return mx.concatenate(of_members, axis=1)[0]
 
 
 def _alike(targets: Sequence[RowTarget]) -> list[list[int]]:

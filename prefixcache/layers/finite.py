@@ -1,7 +1,8 @@
 """Where the state of a live cache holds NaN or infinity: what is computed on it is of the same kind, so nothing from there on
 is worth keeping.
 
-Where MLX computes on the CPU the bits are looked at where they lie; on a GPU one reduction of all streams is waited for.
+Where MLX computes on the CPU the bits are looked at where they lie; on a GPU one reduction of all streams is waited for, or
+nothing is, and the images that are made of it are looked at.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from prefixcache.codecs.interchange import Array, borrow, name_of, on_cpu
+from prefixcache.codecs.interchange import ELEMENTS, Array, borrow, name_of, on_cpu
 from prefixcache.codecs.threads import WORTH_A_THREAD, share_out
 from prefixcache.layers.adapters import Leaf, arrays_in
+from prefixcache.layers.image_layout import Section, Tensors
 
 AT_ONCE = 1024  # tokens that a thread looks at
 
@@ -26,6 +28,8 @@ _NOT_FINITE = {
     "float32": (np.int32, 0x7F800000, np.uint32, 0xFF800000),
     "float64": (np.int64, 0x7FF0000000000000, np.uint64, 0xFFF0000000000000),
 }
+
+_NAME_IN_MLX = {element.safetensors: name for name, element in ELEMENTS.items()}
 
 
 class NotFinite(NamedTuple):
@@ -70,6 +74,22 @@ def first_not_finite(leaves: Sequence[Leaf], first: int, last: int) -> NotFinite
         if not tokens.all():
             lost.append(NotFinite(each.leaf, each.first + int(tokens.argmin())))
     return min(lost, key=lambda row: row.token or 0)
+
+
+def image_not_finite(section: Section, tensors: Tensors, start: int) -> NotFinite | None:
+    """Return the first of an image's rows, which are of the tokens from `start` on, that isn't finite. Of rows that are coded
+    the scale tells: that of a row which isn't finite isn't, either, nor may that of others of its block be.
+    """
+    lost = []
+    for group in section.groups:
+        for name, plane in zip(group.names, group.codec.planes, strict=True):
+            dtype, rows = _NAME_IN_MLX[plane.dtype], tensors[name]
+            if not is_finite(rows, dtype):
+                row = next(i for i in range(len(rows)) if not is_finite(rows[i], dtype))
+                head = next(h for h in range(group.heads) if not is_finite(rows[row, h], dtype))
+                leaf = next(m.leaf for m in group.members if m.head <= head < m.head + m.heads)
+                lost.append(NotFinite(leaf, start + row))
+    return min(lost, key=lambda row: row.token or 0, default=None)
 
 
 def state_not_finite(leaves: Sequence[Leaf]) -> NotFinite | None:

@@ -118,7 +118,7 @@ class WriteBack:
             array, where = self._leaves[leaf].arrays[stream], self._leaves[leaf].where
             for first, rows in _adjacent_joined(sorted(pieces, key=lambda piece: piece[0])):
                 at = where(first, first + rows.shape[1])
-                array[:, :, at if isinstance(at, slice) else mx.array(at)] = rows[None]
+                array[:, :, at if isinstance(at, slice) else mx.array(at)] = rows
             changed.append(array)
         self._rows.clear()
         if on_cpu():

@@ -6,12 +6,14 @@ What is new, and what becomes of the images, is `store`'s. Nothing here needs th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from typing import Protocol, cast
 
 import numpy as np
 
 from prefixcache.blocks.masks import mask_of
 from prefixcache.blocks.node import Node
+from prefixcache.codecs.interchange import on_cpu
 from prefixcache.codecs.threads import WORTH_A_THREAD, share_out
 from prefixcache.codecs.transform.coding import Codes
 from prefixcache.image_format import ROWS, SNAPSHOT, WINDOW, Blueprint, HeaderFields, Image, ImageDraft, ImageKind, Spec
@@ -19,7 +21,7 @@ from prefixcache.keys import BLOCK
 from prefixcache.layers import levels, live_codes
 from prefixcache.layers.adapters import Leaf
 from prefixcache.layers.encode import CopyOut, RowTarget, encode
-from prefixcache.layers.finite import NotFinite, first_not_finite, state_not_finite
+from prefixcache.layers.finite import NotFinite, first_not_finite, image_not_finite, state_not_finite
 from prefixcache.layers.image_layout import Section, Tensors, TokenRuns
 from prefixcache.layers.joined import BlockRows, encode_joined, write_joined
 from prefixcache.layers.recode import EncodeRows, TakeCodes
@@ -67,7 +69,7 @@ class Maker(Protocol):
 
     def make(self, jobs: list[ImageJob]) -> Callable[[], list[Image]]:
         """Begin to make the images of these jobs: what needs the live cache is done here. What is returned waits for them, on
-        any thread, and gives them in their order.
+        any thread, and gives them in their order, up to the first that holds NaN or infinity.
         """
 
     def put_back(self) -> None:
@@ -100,6 +102,7 @@ class LiveMaker:
         self.not_finite = state_not_finite(leaves) if with_snapshot else None
         self.state = self._plan.describe_state(leaves) if with_snapshot and self.not_finite is None else None
         self.has_codes = any(leaf.codes is not None for leaf in leaves)
+        self._copies_later = not on_cpu() and not (self.has_codes or self._plan.windows or self._plan.joined)
         self.recoded = 0
         self.is_written_back = since is not None  # all rows of whole blocks, as far as they are kept
         self._codes: dict[bytes, list[Codes]] = {}  # of joined layers, by image; from `encoded` to `make`
@@ -122,7 +125,7 @@ class LiveMaker:
 
     def encoded(self, jobs: list[ImageJob]) -> list[ImageJob]:
         plan = self._plan
-        jobs = [self._taking_over(job) for job in self._finite(jobs)]
+        jobs = [self._taking_over(job) for job in (jobs if self._copies_later else self._finite(jobs))]
         coded = [job for job in jobs if plan.joined and job.kind == ROWS and job.coded]
         self._codes = {job.key: [] for job in coded}
         for of_group in encode_joined(plan.joined, self._leaves, list(map(_block_rows, coded)), plan.sink_tokens):
@@ -198,20 +201,47 @@ class LiveMaker:
         copies = [
             copy for section, rows in targets.values() for copy in encode(section, self._leaves, rows, self._back)
         ]
-        if self.has_codes or self._plan.windows:  # these need both the live cache and what it is encoded to
+        if not self._copies_later:  # windows and codes need both the live cache and what it is encoded to
             _run(copies)
             copies = []
             for last in last_moves:
                 last.run()
             self._compare_codes(jobs, drafts)
             self._put_back_windows(jobs, drafts)
-        nbytes = sum(job.blueprint.nbytes for job in jobs)
 
         def images() -> list[Image]:
             _run(copies)
-            return _sealed(drafts, nbytes)
+            return self._sealed(jobs, drafts)
 
         return images
+
+    def _sealed(self, jobs: list[ImageJob], drafts: list[ImageDraft]) -> list[Image]:
+        """Seal the images before the first that holds a row which isn't finite."""
+        images: list[Image | None] = [None] * len(drafts)
+
+        def seal(first: int, last: int) -> None:
+            for i in range(first, last):
+                if not self._copies_later or self._is_finite(jobs[i], drafts[i]):
+                    images[i] = drafts[i].seal()
+
+        share_out(len(drafts), 1, sum(job.blueprint.nbytes for job in jobs) // WORTH_A_THREAD, seal)
+        sound = list(takewhile(lambda image: image is not None, images))
+        return cast(list[Image], sound)
+
+    def _is_finite(self, job: ImageJob, draft: ImageDraft) -> bool:
+        """Tell whether all rows of a filled image are finite, and note the first that isn't."""
+        if job.kind == ROWS:
+            for section, _ in self._plan.in_rows(job.start, job.length, job.coded):
+                wrong = image_not_finite(section, draft.tensors, job.start)
+                if wrong is not None:
+                    self._note(wrong)
+                    return False
+        return True
+
+    def _note(self, wrong: NotFinite) -> None:
+        known = self.not_finite
+        if known is None or known.token is None or (wrong.token or 0) < known.token:
+            self.not_finite, self.state = wrong, None
 
     def _compare_codes(self, jobs: list[ImageJob], drafts: list[ImageDraft]) -> None:
         """Count the tokens whose codes are others than the live cache's."""
@@ -287,13 +317,3 @@ def _block_rows(job: ImageJob) -> BlockRows:
 def _run(copies: Sequence[CopyOut]) -> None:
     for copy in copies:
         copy.run()
-
-
-def _sealed(drafts: list[ImageDraft], nbytes: int) -> list[Image]:
-    images: list[Image | None] = [None] * len(drafts)
-
-    def seal(first: int, last: int) -> None:
-        images[first:last] = [draft.seal() for draft in drafts[first:last]]
-
-    share_out(len(drafts), 1, nbytes // WORTH_A_THREAD, seal)
-    return cast(list[Image], images)

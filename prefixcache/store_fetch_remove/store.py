@@ -160,9 +160,9 @@ class StoreCall:
 
     def _publish_batch(self, batch: BegunBatch) -> bool:
         with batch.reserved.reservation:
-            images = batch.images()
+            jobs, images = batch.reserved.jobs, batch.images()
             with self._storage.lock:
-                return self._publish(batch.reserved, images)
+                return self._publish(batch.reserved, images) and len(images) == len(jobs)
 
     # -- planning, under the lock -------------------------------------------------------------------------------------
 
@@ -363,7 +363,7 @@ class StoreCall:
         graph = self._storage.graph
         if self._storage.namespaces.get(self._namespace.row.root) is not self._namespace:
             return False  # the namespace held nothing and was dropped meanwhile
-        for job, image in zip(reserved.jobs, images, strict=True):
+        for job, image in zip(reserved.jobs, images, strict=False):  # those behind NaN have none
             node: Node | None = self._grown.get(job.start, job.parent)
             if job.kind == WINDOW:
                 node = self._grown.get(job.end, job.known)

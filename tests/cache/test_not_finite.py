@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
@@ -27,6 +29,21 @@ KINDS = {
     "codes": TurboQuantKVCache,
     "quantized": lambda: QuantizedKVCache(32),
 }
+
+
+@contextmanager
+def computed_on(where: str) -> Iterator[None]:
+    """Have what is stored go a GPU's way, on whatever there is here."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("layers.finite", "layers.encode", "store_fetch_remove.image_maker") if where == "gpu" else ():
+            patch.setattr(f"prefixcache.{module}.on_cpu", lambda: False)
+        yield
+
+
+@pytest.fixture(params=["cpu", "gpu"])
+def way(request: pytest.FixtureRequest) -> Iterator[str]:
+    with computed_on(request.param):
+        yield request.param
 
 
 def rows(count: int, bad: float | None = None, at: int = 0, dtype: mx.Dtype = mx.float16, seed: int = 0) -> mx.array:
@@ -59,12 +76,10 @@ def is_sound(prompt_cache: list[Any]) -> bool:
     )
 
 
-@pytest.mark.parametrize("here", [True, False])
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32])
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("codec", CODECS)
-def test_blocks_before_it_are_kept_and_nothing_behind(codec, bad, dtype, here, monkeypatch):
-    monkeypatch.setattr("prefixcache.layers.finite.on_cpu", lambda: here)
+def test_blocks_before_it_are_kept_and_nothing_behind(codec, bad, dtype, way):
     tokens = list(range(900))
     with PrefixCache(ram="16MB", codec=codec, memory_reserve=0) as cache:
         stored = cache.store(tokens, layers("plain", 900, bad, 600, dtype=dtype), model="m")
@@ -80,7 +95,7 @@ def test_blocks_before_it_are_kept_and_nothing_behind(codec, bad, dtype, here, m
 @pytest.mark.parametrize("at", [0, 3, 255, 256, 511, 512, 599])
 @pytest.mark.parametrize("part", ["keys", "values"])
 @pytest.mark.parametrize("kind", sorted(KINDS))
-def test_in_each_kind_of_layer(kind, part, at):
+def test_in_each_kind_of_layer(kind, part, at, way):
     codec = "turboquant:4" if kind == "codes" else "raw" if kind == "quantized" else "turboquant:3"
     bad = BAD[1] if kind == "quantized" else BAD[at % 3]  # MLX quantizes NaN to a number
     tokens, live = list(range(600)), layers(kind, 600, bad, at, part=part)
@@ -94,7 +109,7 @@ def test_in_each_kind_of_layer(kind, part, at):
         cache.check_integrity()
 
 
-def test_recurrent_state_that_is_not_finite_is_no_snapshot():
+def test_recurrent_state_that_is_not_finite_is_no_snapshot(way):
     tokens, live = list(range(600)), layers("plain", 600, None, 0)
     state = ArraysCache(2)
     state[0], state[1] = mx.zeros((1, 3, 8)), mx.array([[1.0, float("nan")]])
@@ -109,18 +124,24 @@ def test_recurrent_state_that_is_not_finite_is_no_snapshot():
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_a_prefill_in_chunks_ends_its_stores_there(codec):
+@pytest.mark.parametrize("behind", [False, True])
+def test_a_prefill_in_chunks_ends_its_stores_there(codec, behind, way):
     """With write_back, what was computed stays as it was computed from the block on: nothing finite is made of it."""
-    tokens, live = list(range(1024)), [KVCache(), RotatingKVCache(2000)]
+    tokens, live = list(range(1024)), [KVCache(), RotatingKVCache(2000) if way == "cpu" else KVCache()]
     keys, values = rows(1024, BAD[0], 600, seed=1), rows(1024, seed=2)
     with PrefixCache(ram="16MB", codec=codec, memory_reserve=0) as cache:
         for at in range(0, 1024, 256):
             for layer in live:
                 layer.update_and_fetch(keys[..., at : at + 256, :], values[..., at : at + 256, :])
-            cache.store(tokens[: at + 256], live, model="m", write_back_from=at)
+            if behind:
+                cache.store_behind(cache.prompt(tokens[: at + 256], model="m"), live, write_back_from=at)
+            else:
+                cache.store(tokens[: at + 256], live, model="m", write_back_from=at)
         for layer in live:
-            assert mx.array_equal(layer.keys[..., 512:1024, :], keys[..., 512:, :], equal_nan=True)
-            assert mx.array_equal(layer.values[..., 512:1024, :], values[..., 512:, :])
+            assert np.isnan(np.array(layer.keys[0, 1, 600, 7]))
+            if way == "cpu":  # a GPU is not waited for
+                assert mx.array_equal(layer.keys[..., 512:1024, :], keys[..., 512:, :], equal_nan=True)
+                assert mx.array_equal(layer.values[..., 512:1024, :], values[..., 512:, :])
         assert cache.match(tokens, model="m") == (512, 512)
         assert cache.stats().counters.not_finite == 2
         assert cache.stats().pinned == 0
@@ -134,11 +155,17 @@ def test_another_that_computes_the_same_soundly_stores_all_of_it():
         assert is_sound(cache.fetch(tokens, model="m")[0])
 
 
-def test_it_is_said_once_by_model_and_layer_and_never_with_the_prompt(caplog):
-    with PrefixCache(ram="16MB", memory_reserve=0) as cache, caplog.at_level(logging.WARNING, "prefixcache"):
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("behind", [False, True])
+def test_it_is_said_once_by_model_and_layer_and_never_with_the_prompt(codec, behind, caplog, way):
+    with (
+        PrefixCache(ram="16MB", codec=codec, memory_reserve=0) as cache,
+        caplog.at_level(logging.WARNING, "prefixcache"),
+    ):
         for first in (123456, 654321):
             live = layers("plain", 600, BAD[1], 300)
-            cache.store(list(range(first, first + 600)), live, model="org/some-model")
+            prompt = cache.prompt(range(first, first + 600), model="org/some-model")
+            cache.store_behind(prompt, live).result() if behind else cache.store(prompt, live)
     (record,) = [record.getMessage() for record in caplog.records if "NaN" in record.getMessage()]
     assert record.startswith("model 'org/some-model', layer 1 (KVCache): the row of token 300 holds NaN or infinity")
     assert "123" not in record
@@ -180,7 +207,8 @@ def test_whatever_is_broken_is_never_fetched(data):
         data.draw(st.sampled_from(["plain", "ring", "long ring", "chunks"])),
         data.draw(st.sampled_from(CODECS)),
     )
-    with PrefixCache(ram="16MB", codec=codec, memory_reserve=0) as cache:
+    way = data.draw(st.sampled_from(["cpu", "gpu"]))
+    with computed_on(way), PrefixCache(ram="16MB", codec=codec, memory_reserve=0) as cache:
         prompts = []
         for number in range(data.draw(st.integers(1, 4), label="prompts")):
             count = data.draw(st.sampled_from([100, 256, 300, 600, 800]), label="tokens")

@@ -61,7 +61,7 @@ def test_what_was_deleted_meanwhile_stays_so():
 
 @pytest.mark.parametrize("which", [1, 2])
 def test_one_that_fails_leaves_nothing_reserved_and_what_came_before_it(which, monkeypatch):
-    prompt, calls, sealed = list(range(TOKENS)), [], image_maker._sealed
+    prompt, calls, sealed = list(range(TOKENS)), [], image_maker.LiveMaker._sealed
 
     def fails(*args):
         calls.append(1)
@@ -70,7 +70,7 @@ def test_one_that_fails_leaves_nothing_reserved_and_what_came_before_it(which, m
         return sealed(*args)
 
     monkeypatch.setattr(store, "BATCH", 1)
-    monkeypatch.setattr(image_maker, "_sealed", fails)
+    monkeypatch.setattr(image_maker.LiveMaker, "_sealed", fails)
     with opened() as cache:
         behind = cache.store_behind(cache.prompt(prompt, model="m"), prefilled(TOKENS))
         with pytest.raises(OSError, match="no memory"):
