@@ -1,5 +1,5 @@
-"""What is patched in mlx-lm with or without a server, each patch with the issue that asks for a better way and when it goes.
-What is patched in its server is in `prefixcache.servers.mlx_lm.upstream`.
+"""What is patched in mlx-lm and in mlx-vlm's models, with or without a server, each patch with the issue that asks for a
+better way and when it goes. What is patched in mlx-lm's server is in `prefixcache.servers.mlx_lm.upstream`.
 """
 
 from __future__ import annotations
@@ -71,6 +71,34 @@ def unhook_attention() -> None:
 def attention_is_hooked() -> bool:
     """Return whether mlx-lm's attention asks the cache first."""
     return _code_before is not None
+
+
+# -- pictures ---------------------------------------------------------------------------------------------------------
+
+OVERLAY = "_apply_blockwise_bidirectional_overlay"
+
+
+def let_pictures_attend_behind_a_hit(model: Any) -> None:
+    """Let the tokens of a picture attend to each other in a model of mlx-vlm's where its prompt cache has tokens already.
+
+    Patch: gemma4's overlay of its causal mask is left out unless the mask is square (mlx-vlm 0.7.10), so that a picture
+    behind a hit, or in a later chunk, comes out otherwise than in a prompt computed at once. Issue: none filed. Goes when the
+    overlay takes a mask with more keys than tokens. A model without an overlay is left as it is.
+    """
+    layers = type(getattr(model.language_model, "model", None))
+    if OVERLAY in vars(layers):
+        setattr(layers, OVERLAY, _overlay)
+
+
+def _overlay(layers: Any, mask: mx.array, kinds: mx.array) -> mx.array:
+    """Return a mask (..., tokens, keys) in which the tokens of a picture see all of it. `kinds` (1, tokens): 1 and 2 are
+    pictures; the last keys are the tokens'.
+    """
+    of_tokens = layers._block_sequence_ids_for_mask(kinds)
+    before = mx.full((kinds.shape[0], mask.shape[-1] - kinds.shape[1]), -1, of_tokens.dtype)
+    of_keys = mx.concatenate([before, of_tokens], axis=1)
+    same = (of_tokens[..., None] != -1) & (of_tokens[..., None] == of_keys[:, None])
+    return mask | same[:, None]
 
 
 # -- loading ----------------------------------------------------------------------------------------------------------
