@@ -290,7 +290,8 @@ class PrefixCache:
         are hit as without.
 
         `media`, in the prompt's order: its pictures, sounds and video frames, for whose placeholders keys see their contents.
-        No store, hit or branch point ends inside one that is `whole`; a hit may end with any, even with `whole_blocks`.
+        No store, hit or branch point ends inside one that is `whole`. With `whole_blocks` a hit may end with a medium, too,
+        if a store did: `chunks` has one end there. Its rows are kept as they are beside the block that is coded.
 
         Raises TypeError or ValueError for bad tokens, media, model, salt or label, CacheError for what is no prompt cache.
         """

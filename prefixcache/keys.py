@@ -18,6 +18,7 @@ import numpy as np
 BLOCK = 256  # tokens a block
 TOKEN_BYTES = 8  # an int64
 KEY_BYTES = 32
+PSEUDO_IDS = 1 << 62  # from here on ids stand for what is no text, see `media`
 SESSION_LIMIT = 256  # characters of a session's name
 MODEL_BYTES = 512  # a model's name, as UTF-8
 _HALF = BLOCK * TOKEN_BYTES // 2

@@ -16,11 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from prefixcache.keys import BLOCK, TOKEN_BYTES, canonical
+from prefixcache.keys import BLOCK, PSEUDO_IDS, TOKEN_BYTES, canonical
 
 DIGEST_BYTES = 32
 _MOST = 1 << 48  # tokens or positions; below it nothing overflows
-_63_BITS = (1 << 63) - 1
 
 
 @dataclass(frozen=True)
@@ -57,13 +56,13 @@ class Media:
         return self.start + self.length
 
     def pseudo_ids(self) -> np.ndarray:
-        """Return what stands for its placeholders in keys: SHAKE-256 of all that it is, 63 bits a token. The place in the
+        """Return what stands for its placeholders in keys: SHAKE-256 of all that it is, 62 bits a token. The place in the
         prompt is not among it: keys are chained over what comes before.
         """
         shake = hashlib.shake_256(
             b"prefixcache.media" + self.digest + canonical([self.length, self.positions]).encode()
         )
-        return np.frombuffer(shake.digest(self.length * TOKEN_BYTES), "<i8") & _63_BITS
+        return np.frombuffer(shake.digest(self.length * TOKEN_BYTES), "<i8") & (PSEUDO_IDS - 1) | PSEUDO_IDS
 
 
 def media_digest(kind: str, data: Any, settings: str = "") -> bytes:
@@ -149,12 +148,15 @@ def chunks(first: int, last: int, step: int = 2048, media: Sequence[Media] = ())
     Each ends where a block of 256 tokens does, if it can: then `PrefixCache.store(write_back_from=first)` after each leaves
     whole blocks in the prompt cache as a fetch gives them. The last one ends at `last`. With `step=256` a block is always
     computed on the same rows, wherever a hit ended. None ends inside a whole medium of `media`: one that is longer than
-    `step` is a chunk by itself, and where `last` is inside one, the last chunk ends before it.
+    `step` is a chunk by itself, and where `last` is inside one, the last chunk ends before it. One ends with the last medium:
+    what is stored there serves who asks something else about it.
     """
+    last_medium = last_end(media, last)
     while first < last:
         limit = min(first + step, last)
         end = limit // BLOCK * BLOCK
-        end = outside_whole(media, end if end > first else limit)
+        end = end if end > first else limit
+        end = outside_whole(media, last_medium if first < last_medium < end else end)
         if end <= first:
             end = next(medium.end for medium in media if medium.end > first)
             if end > last:

@@ -62,11 +62,13 @@ class Graph:
 
     # -- trees and walks ----------------------------------------------------------------------------------------------
 
-    def tree(self, root_key: bytes, windows: tuple[Window, ...] = (), snapshots: bool = False) -> Tree:
+    def tree(
+        self, root_key: bytes, windows: tuple[Window, ...] = (), snapshots: bool = False, media_tails: bool = False
+    ) -> Tree:
         """Return the tree of this root key; make it when it isn't there."""
         if root_key not in self.trees:
             root = Node(None, None, b"", root_key, tiers=len(self.tiers))
-            root.tree = self.trees[root_key] = Tree(root, windows, snapshots)
+            root.tree = self.trees[root_key] = Tree(root, windows, snapshots, media_tails)
         return self.trees[root_key]
 
     def walk(self, tree: Tree, token_bytes: bytes, known: Sequence[Node] = ()) -> Walk:

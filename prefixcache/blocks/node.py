@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from prefixcache.image_format import ROWS, SNAPSHOT, WINDOW, ImageKind
-from prefixcache.keys import BLOCK, TOKEN_BYTES
+from prefixcache.keys import BLOCK, PSEUDO_IDS, TOKEN_BYTES
 
 RAM = 0  # the fastest tier, whose images are at hand; the tiers below it are 1, 2, ... in order of speed
 BLOCK_BYTES = BLOCK * TOKEN_BYTES
@@ -156,6 +156,13 @@ class Node:
         return len(self.tokens) == BLOCK_BYTES
 
     @property
+    def is_media_tail(self) -> bool:
+        """Tell whether it stays beside the whole block that begins with it: its last token stands for a medium."""
+        if self.is_whole or self.tree is None or not self.tree.media_tails:
+            return False
+        return int.from_bytes(self.tokens[-TOKEN_BYTES:], "little", signed=True) >= PSEUDO_IDS
+
+    @property
     def slots(self) -> Iterator[Slot]:
         """Yield its window and snapshot images, then its rows."""
         yield from self.windows
@@ -171,11 +178,14 @@ class Node:
 
 
 class Tree(NamedTuple):
-    """A namespace's blocks: their root (whose key is the root key) and what a boundary needs beside rows."""
+    """A namespace's blocks: their root (whose key is the root key), what a boundary needs beside rows, and whether tails that
+    end with a medium stay beside the whole block, whose rows are coded.
+    """
 
     root: Node
     windows: tuple[Window, ...]
     snapshots: bool
+    media_tails: bool = False
 
 
 class Walk(NamedTuple):

@@ -150,11 +150,11 @@ def _shared(hot: HotPrompt, ids: np.ndarray, wanted: int) -> int:
 
 def _depth(storage: Storage, prompt: Prompt, namespace: Namespace, hot: HotPrompt, shared: int) -> int:
     """Return how much a hot prompt gives of one with which it shares so many tokens. Rows of its whole blocks are decoded: a
-    hit doesn't end among them, but with a medium.
+    hit doesn't end among them.
     """
     if shared < len(hot.ids) and not hot.state.is_sliceable:
         return 0
     if shared < len(hot.ids) // BLOCK * BLOCK and not namespace.plan.lossless:
-        shared = prompt.end_of_block(shared)
+        shared -= shared % BLOCK
     depth = prompt.boundary(namespace, prompt.walk(namespace), storage.graph.last, shared)
     return depth if hot.state.is_sliceable or depth == len(hot.ids) else 0

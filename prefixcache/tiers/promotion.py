@@ -105,7 +105,7 @@ def promote(storage: Storage, prompt: Prompt, leave: int, source: ImageSource | 
     finally:
         with storage.lock:
             storage.unpin(pinned)  # superseded tails are deleted
-            walk = prompt.walk(namespace)
+            walk = prompt.hit_walk(namespace)
             depth = prompt.boundary(namespace, walk, RAM, limit)
             graph.recency.touch(required_images(walk, depth, RAM))
             storage.counters.promoted_tokens += max(depth - before, 0)

@@ -187,6 +187,20 @@ class Prompt:
         walk = self._walks[namespace.row.root] = graph.walk(namespace.tree, self.token_bytes, prefix)
         return walk
 
+    def hit_walk(self, namespace: Namespace) -> Walk:
+        """Return the walk that a hit takes. With `whole_blocks` it doesn't end inside a coded block, but in a tail beside it
+        that ends with a medium.
+        """
+        walk = self.walk(namespace)
+        block, end = walk.partial, last_end(self.media, walk.depth)
+        if not (self.terms.whole_blocks and walk.tree.media_tails and block is not None and block.start < end):
+            return walk
+        assert block.parent is not None
+        tail = self._storage.graph.child(block.parent, block.tokens[: (end - block.start) * TOKEN_BYTES])
+        if tail is None or tail.rows is None or not block.is_whole:
+            return walk
+        return walk._replace(path=[*walk.path, tail], partial=None, shared=0)
+
     def keys(self, namespace: Namespace) -> list[bytes]:
         """Return the keys of its whole blocks; those that the graph knows are not computed again."""
         root = namespace.row.root
@@ -201,7 +215,7 @@ class Prompt:
         """Return the namespace that gives most of the tokens but the last `leave`; None where none is known."""
         deepest: Deepest | None = None
         for namespace in self.namespaces():
-            walk = self.walk(namespace)
+            walk = self.hit_walk(namespace)
             depth = self.boundary(namespace, walk, tier, max(len(self) - leave, 0))
             if deepest is None or depth > deepest.depth:
                 deepest = Deepest(depth, namespace, walk)
@@ -209,16 +223,16 @@ class Prompt:
 
     def boundary(self, namespace: Namespace, walk: Walk, tier: int, limit: int) -> int:
         """Return the deepest boundary, at most `limit`, that can be hit; of a prompt with `whole_blocks` one at the end of a
-        whole block or of a medium, or in an incomplete block whose rows are kept as they are.
+        whole block, or in an incomplete one whose rows are kept as they are. `walk`: that of `hit_walk`.
         """
         depth = self.hit_depth(walk, tier, limit)
         if not self.terms.whole_blocks or namespace.plan.snapshots or namespace.plan.lossless:
             return depth
-        while depth > 0 and (end := self.end_of_block(depth)) < depth:
+        while depth > 0:
             node = next(node for node in walk.nodes if node.end >= depth)
-            if not node.is_whole and not _is_coded(namespace, node):
+            if node.end == depth if node.is_whole else not _is_coded(namespace, node):
                 break
-            depth = self.hit_depth(walk, tier, end)
+            depth = self.hit_depth(walk, tier, node.start)
         return depth
 
     def hit_depth(self, walk: Walk, tier: int, limit: int) -> int:

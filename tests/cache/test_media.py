@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from prefixcache import Media, PrefixCache, media_digest
+from prefixcache import Media, PrefixCache, TurboQuant, media_digest
 from prefixcache.keys import as_tokens
 from prefixcache.media import with_pseudo_ids
 from tests.models import states
@@ -37,8 +37,11 @@ def cache(request) -> Iterator[PrefixCache]:
 
 def put(cache: PrefixCache, tokens: list[int], media: list[Media], seen: int | None = None) -> int:
     """Store a state made of what the tokens stand for, of the first `seen`."""
-    keyed = with_pseudo_ids(as_tokens(tokens), media)
-    return cache.store(cache.prompt(tokens, model="m", media=media), states.sliceable(keyed[:seen])).tokens
+    return cache.store(cache.prompt(tokens, model="m", media=media), states.uneven(keyed(tokens, media)[:seen])).tokens
+
+
+def keyed(tokens: list[int], media: list[Media]) -> list[int]:
+    return with_pseudo_ids(as_tokens(tokens), media).tolist()
 
 
 def depth(cache: PrefixCache, tokens: list[int], media: list[Media], **options) -> int:
@@ -62,10 +65,24 @@ def test_of_two_pictures_that_trade_places_neither_is_hit(cache: PrefixCache) ->
     assert depth(cache, *pictured(50, CAT, CAT, 100)) == 250
 
 
-def test_a_hit_ends_with_a_picture_even_with_whole_blocks(cache: PrefixCache) -> None:
-    put(cache, *pictured(150, CAT, 300))
-    tokens, media = pictured(150, CAT)
-    assert depth(cache, [*tokens, 1, 2, 3], media, whole_blocks=True) == 350
+@pytest.mark.parametrize("stored_at_its_end", [True, False])
+def test_with_whole_blocks_a_hit_ends_with_a_picture_where_a_store_did(cache: PrefixCache, stored_at_its_end) -> None:
+    """There the rows are as they were computed, also once the block is coded."""
+    tokens, media = pictured(150, CAT, 300)
+    if stored_at_its_end:
+        put(cache, tokens, media, 350)
+    put(cache, tokens, media)
+    other = [*tokens[:353], 1, 2, 3]
+    prompt = cache.prompt(other, model="m", media=media, whole_blocks=True)
+    layers, rest = cache.fetch(prompt)
+    is_lossy = isinstance(cache.codec, TurboQuant)
+    assert len(rest) == 356 - ((350 if stored_at_its_end else 0) if is_lossy else 353)
+    if stored_at_its_end:
+        own = states.held(states.uneven(keyed(other, media)))
+        for given, computed in zip(states.held(layers), own, strict=True):
+            for part, rows in given.items():
+                assert [token for token in rows if token >= 256 and rows[token] != computed[part][token]] == []
+    assert depth(cache, other, media) == 353
     assert depth(cache, *pictured(150, DOG, 7)) == 150
 
 
