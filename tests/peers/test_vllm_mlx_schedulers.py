@@ -121,10 +121,13 @@ def test_models_salts_and_bounds_never_meet(wheel, opened, install):
     assert Ran(wheel, model, max_kv_size=512).cache.model_name == made[1].model_name
 
 
-def test_another_release_of_vllm_mlx_is_named_as_the_error(wheel, opened, install, monkeypatch):
-    monkeypatch.delattr(wheel.scheduler, "MemoryAwarePrefixCache")
-    with pytest.raises(ImportError, match=r"0\.6"):
+@pytest.mark.parametrize("name", ["MemoryAwarePrefixCache", "is_text_only_prefix_cache_request"])
+def test_an_older_release_of_vllm_mlx_is_refused_by_name(wheel, opened, install, monkeypatch, name):
+    module = wheel.scheduler if name == "MemoryAwarePrefixCache" else wheel.memory_cache
+    monkeypatch.delattr(module, name)
+    with pytest.raises(ImportError, match=r"vllm-mlx .*: before 0\.6 .*: install vllm-mlx 0\.6"):
         install(opened())
+    assert not hasattr(module, name)
 
 
 # -- their schedulers ---------------------------------------------------------------------------------------------------
@@ -360,6 +363,7 @@ def test_the_command_is_vllm_mlxs_own(tmp_path):
     own = {
         "__init__": "",
         "scheduler": "MemoryAwarePrefixCache = None\nclass Scheduler: pass",
+        "memory_cache": "is_text_only_prefix_cache_request = None",
         "utils/__init__": "",
         "utils/tokenizer": "load_model_with_fallback = None",
         "cli": "import sys, vllm_mlx.scheduler as s\ndef main(): print(s.MemoryAwarePrefixCache, sys.argv[1:])",

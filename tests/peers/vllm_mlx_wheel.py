@@ -1,13 +1,14 @@
 """vllm-mlx 0.6.0's own modules, loaded from its wheel for as long as a test needs them, without its dependencies.
 
-What they import of those at once is in this project's test environment. mlx-vlm, which the multimodal scheduler asks for its
-cache classes, is replaced by mlx-lm's module of them.
+What they import of those at once is in this project's test environment. Where mlx-vlm is not (it needs a newer mlx-lm than
+the oldest that is tested), mlx-lm's cache classes stand in for those that the multimodal scheduler asks it for.
 """
 
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
@@ -38,7 +39,8 @@ def imported() -> Iterator[Wheel]:
     before = _taken_out()
     sys.path.insert(0, str(folder))
     try:
-        _stand_in_for_mlx_vlm()
+        if find_spec("mlx_vlm") is None:
+            _stand_in_for_mlx_vlm()
         names = ("scheduler", "memory_cache", "ssd_cache", "request", "mllm_batch_generator", "utils.tokenizer")
         yield Wheel(folder, *(import_module(f"vllm_mlx.{name}") for name in names))
     finally:

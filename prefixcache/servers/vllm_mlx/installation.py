@@ -95,13 +95,12 @@ def install(cache: PrefixCache | Settings, *, salt: bytes = b"", longest_wait: f
     """Let vllm-mlx keep its prompts in `cache` from now on: call it before a model is loaded. Returns the PrefixCache.
 
     Given `Settings`, one is opened, and closed by `uninstall` or at the end of the process. `salt` separates this server's
-    prompts from those of others in the same directory. Raises ImportError without vllm-mlx, or when the installed one has
-    no `MemoryAwarePrefixCache`.
+    prompts from those of others in the same directory. Raises ImportError without vllm-mlx, or when the installed one is
+    older than 0.6.
     """
     uninstall()
     scheduler = importlib.import_module("vllm_mlx.scheduler")
-    if not hasattr(scheduler, "MemoryAwarePrefixCache"):
-        raise ImportError("vllm_mlx.scheduler has no MemoryAwarePrefixCache: install vllm-mlx 0.6")
+    _check_release(scheduler)
     if isinstance(cache, Settings):
         cache = PrefixCache(cache)
         _opened.append(cache)
@@ -130,8 +129,25 @@ def install(cache: PrefixCache | Settings, *, salt: bytes = b"", longest_wait: f
         _replace(multimodal, "MemoryAwarePrefixCache", functools.partial(build, form_of=lambda model: None))
         generator = multimodal.MLLMBatchGenerator
         _replace(generator, "__init__", _bounding(generator.__init__))
+        reusing = importlib.import_module("prefixcache.servers.vllm_mlx.media_prefill").reusing  # which needs mlx_lm
+        _replace(generator, "_run_vision_encoding", reusing(generator._run_vision_encoding))
+        # Theirs sorts the pictures of a prompt, and so takes two for the same two in the other order.
+        pixels = importlib.import_module("vllm_mlx.vision_embedding_cache")
+        _replace(pixels, "compute_images_hash", lambda images: "_".join(map(pixels.compute_image_hash, images)))
         _replace(mllm.MLXMultimodalLM, "load", _naming_multimodal(mllm.MLXMultimodalLM.load))
     return cache
+
+
+def _check_release(scheduler: Any) -> None:
+    """Raise ImportError for a vllm-mlx that knows prompts by their tokens alone, which are the same for every picture."""
+    memory_cache = importlib.import_module("vllm_mlx.memory_cache")
+    if not hasattr(scheduler, "MemoryAwarePrefixCache") or not hasattr(
+        memory_cache, "is_text_only_prefix_cache_request"
+    ):
+        release = version_of("vllm-mlx") or "of unknown version"
+        raise ImportError(
+            f"vllm-mlx {release}: before 0.6 it answers from another picture's state: install vllm-mlx 0.6"
+        )
 
 
 def uninstall() -> None:

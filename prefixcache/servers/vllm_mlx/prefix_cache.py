@@ -16,6 +16,7 @@ from prefixcache.blocks.budget import Reservation
 from prefixcache.cache import PrefixCache
 from prefixcache.keys import as_tokens
 from prefixcache.layers.form import CacheForm
+from prefixcache.media import Media
 from prefixcache.servers.read_or_compute import ReadOrCompute
 from prefixcache.servers.vllm_mlx.auxiliary import Auxiliary, give, hold
 from prefixcache.tiers.prompt import Prompt
@@ -92,29 +93,34 @@ class TieredPrefixCache:
         A prompt whose auxiliary data this thread has just been given comes whole, with nothing left to compute, or not at
         all: its caller goes on from the stored logits.
         """
+        hit = self.look_up(tokens)
+        if hit.prompt_cache is None:
+            return None, tokens
+        self._here.key = tuple(tokens[: hit.depth])
+        return hit.prompt_cache, tokens[hit.depth :]
+
+    def look_up(self, tokens: Sequence[int] | Prompt, least: int = 0) -> PromptHit:
+        """Return what `fetch` finds. A hit of fewer than `least` tokens is a miss."""
         here = self._here
         whole, here.whole, here.key = here.whole, None, None
         hit = PromptHit("miss")
         with self._quietly("a lookup"):
-            hit = self._find(tokens, whole)
+            hit = self._find(tokens, whole, max(self._least, least))
         here.kind = hit.kind
         with self._lock:
             self._hits += hit.prompt_cache is not None
             self._misses += hit.prompt_cache is None
             self._saved += hit.depth
-        if hit.prompt_cache is None:
-            return None, tokens
-        here.key = tuple(tokens[: hit.depth])
-        return hit.prompt_cache, tokens[hit.depth :]
+        return hit
 
-    def _find(self, tokens: Sequence[int], whole: bytes | None) -> PromptHit:
+    def _find(self, tokens: Sequence[int] | Prompt, whole: bytes | None, least: int) -> PromptHit:
         if not len(tokens):
             return PromptHit("miss")
         if len(tokens) < self._least:
             return PromptHit("miss_short_prefix")
-        prompt = self._prompt(tokens)
+        prompt = self.prompt(tokens)
         leave = 0 if whole == prompt.token_bytes else 1
-        least = min(self._least, len(prompt) - 1) if leave else len(prompt)
+        least = min(least, len(prompt) - 1) if leave else len(prompt)
         self.promotions.wait(prompt, leave)
         depth = self.cache.match(prompt, leave=leave).ram
         if depth < least:
@@ -127,18 +133,24 @@ class TieredPrefixCache:
             return PromptHit("miss")
         return PromptHit("exact" if depth == len(prompt) else "prefix", prompt_cache, depth)
 
-    def _prompt(self, tokens: Sequence[int]) -> Prompt:
-        return self.cache.prompt(as_tokens(tokens), model=self.model_name, salt=self._salt, like=self.like, label=LABEL)
+    def prompt(self, tokens: Sequence[int] | Prompt, media: Sequence[Media] = ()) -> Prompt:
+        """Return a request's tokens, with what stands at its placeholders, as a `Prompt` of this model."""
+        if isinstance(tokens, Prompt):
+            return tokens
+        given = as_tokens(tokens)
+        return self.cache.prompt(
+            given, model=self.model_name, salt=self._salt, like=self.like, label=LABEL, media=media
+        )
 
     def clone_for_replay(self, cache: list[Any]) -> list[Any]:
         """Return it as it is: what `fetch` and `PreparedEntry.cache` give is the caller's own already."""
         return cache
 
-    def fetch_exact_auxiliary(self, tokens: list[int]) -> dict[str, Any] | None:
+    def fetch_exact_auxiliary(self, tokens: Sequence[int] | Prompt) -> dict[str, Any] | None:
         """Return what was stored beside exactly these tokens, as new arrays; None where their whole state is not at hand."""
         self._here.whole = None
         with self._quietly("a lookup"):
-            prompt = self._prompt(tokens)
+            prompt = self.prompt(tokens)
             kept = self._auxiliary.get(prompt.token_bytes)
             if kept is None:
                 return None
@@ -170,7 +182,7 @@ class TieredPrefixCache:
         return entry is not None and self.commit_prepared(entry, evict_prefixes)
 
     def prepare_store(
-        self, tokens: list[int], cache: list[Any], auxiliary: dict[str, Any] | None = None
+        self, tokens: Sequence[int] | Prompt, cache: list[Any], auxiliary: dict[str, Any] | None = None
     ) -> PreparedEntry | None:
         """Encode the state of these tokens now, since the caller goes on with the cache. None when it can't be kept.
 
@@ -182,7 +194,7 @@ class TieredPrefixCache:
         if not len(tokens) or not cache or len(tokens) < self._least:
             return None
         try:
-            prompt = self._prompt(tokens)
+            prompt = self.prompt(tokens)
             self.promotions.ended(prompt)
             stored = self.cache.store(prompt, cache)
             if not stored.tokens:
@@ -227,7 +239,7 @@ class TieredPrefixCache:
         when there was nothing to forget.
         """
         with self._quietly("forgetting a prompt"):
-            prompt = self._prompt(tokens)
+            prompt = self.prompt(tokens)
             self._auxiliary.drop(prompt.token_bytes)
             return self.cache.remove(prompt) > 0
         return False
@@ -345,7 +357,7 @@ class TieredPrefixCache:
 
     def __contains__(self, tokens: Sequence[int]) -> bool:
         """Return whether the state of all these tokens is in RAM."""
-        return bool(len(tokens)) and self.cache.match(self._prompt(tokens)).ram == len(tokens)
+        return bool(len(tokens)) and self.cache.match(self.prompt(tokens)).ram == len(tokens)
 
     def _reject(self, error: Exception) -> None:
         with self._lock:

@@ -1,0 +1,125 @@
+"""The prefill of a request with pictures, which vllm-mlx computes whole: with `reusing` around it, only what a hit leaves is
+computed, the encoder runs for the pictures in that alone, and the prompt is stored.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache
+
+from prefixcache.servers.media_inputs import media_inputs, placeholders
+from prefixcache.servers.vllm_mlx.prefix_cache import PromptHit, TieredPrefixCache
+from prefixcache.tiers.prompt import Prompt
+
+log = logging.getLogger("prefixcache")
+
+
+def reusing(encode: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    """Return `MLLMBatchGenerator._run_vision_encoding`, which fills `cache` with a request's whole prompt and returns logits,
+    of which the caller uses the last token's. What can't be keyed or kept is computed as by vllm-mlx.
+    """
+
+    @functools.wraps(encode)
+    def reused(self: Any, request: Any, cache: list[Any] | None = None) -> mx.array:
+        whole = functools.partial(encode, self, request, cache)
+        if cache is None or not isinstance(self.prefix_cache, TieredPrefixCache):
+            return whole()
+        try:
+            prefill = MediaPrefill(self, request, cache)
+        except Exception as error:
+            log.warning("a prompt with pictures is not kept: %s: %s", type(error).__name__, error)
+            return whole()
+        return prefill.run(whole)
+
+    return reused
+
+
+class MediaPrefill:
+    """One request's prefill into `cache`, the list of layer caches that the generator goes on with."""
+
+    def __init__(self, generator: Any, request: Any, cache: list[Any]):
+        """Raise what `media_inputs` raises for pictures that can't be named."""
+        self.generator, self.request, self.cache = generator, request, cache
+        self.kept: TieredPrefixCache = generator.prefix_cache
+        self.ids: mx.array = request.input_ids.reshape(1, -1)
+        tokens = self.ids[0].tolist()
+        arrays = {
+            "pixel_values": request.pixel_values,
+            "image_grid_thw": request.image_grid_thw,
+            **request.extra_kwargs,
+        }
+        self.inputs = media_inputs(tokens, arrays, placeholders(generator.model.config))
+        self.prompt: Prompt = self.kept.prompt(tokens, self.inputs.media)
+        self.recurrent: bool = generator._needs_prefill_checkpoint(cache)
+        # Of models without M-RoPE some let the tokens of a picture see each other only where a prefill begins at token 0.
+        self.divisible = request.rope_deltas is not None and self.inputs.parts is not None
+
+    def run(self, whole: Callable[[], mx.array]) -> mx.array:
+        """Compute the prompt behind a hit, or all of it by `whole`, and store it. Returns logits, of the last token last."""
+        exact = self.kept.fetch_exact_auxiliary(self.prompt)
+        hit = self.kept.look_up(self.prompt, 0 if self.divisible else self.inputs.media[-1].end)
+        if hit.prompt_cache is not None and self.generator._prepare_rotating_caches(hit.prompt_cache):
+            self.cache[:] = hit.prompt_cache
+            if exact is not None:
+                return self._ended(exact["last_logits"][:, None])
+        else:
+            hit = PromptHit("miss")
+        edges = [hit.depth, *self._boundaries(hit.depth), len(self.prompt)]
+        if edges[0] or len(edges) > 2:
+            try:
+                logits = self._computed(edges)
+            except Exception as error:
+                log.warning("a hit is not used: %s: %s", type(error).__name__, error)
+                self.cache[:] = make_prompt_cache(self.generator.language_model, self.generator.max_kv_size or None)
+                logits = whole()
+        else:
+            logits = whole()
+        self._store(self.prompt, {"last_logits": logits[:, -1, :]} if self.recurrent else {})
+        return self._ended(logits)
+
+    def _boundaries(self, depth: int) -> list[int]:
+        """Return where recurrent state is stored on the way, behind a hit: before the first picture, where other prompts
+        part from this one, and before the tokens that make the model think, which the next turn doesn't have.
+        """
+        if not self.recurrent or not self.divisible:
+            return []
+        end = len(self.prompt)
+        places = {
+            self.inputs.media[0].start,
+            self.kept.cache.branch_point(self.prompt),
+            end - self.generator._think_suffix_len,
+        }
+        return sorted(place for place in places if depth < place < end)
+
+    def _computed(self, edges: list[int]) -> mx.array:
+        """Compute the tokens from the first edge on, store the state at those between, and return the last part's logits."""
+        for start, end in pairwise(edges):
+            ids, arrays = self.ids[:, start:end], self.inputs.between(start, end)
+            about = self.generator._language_model_kwargs(self.request, start, end)
+            if arrays:
+                embedded = self.generator.model.get_input_embeddings(ids, **arrays).to_dict()
+                about = {name: value for name, value in embedded.items() if value is not None} | about
+            output = self.generator.language_model(ids, cache=self.cache, **about)
+            if end < len(self.prompt):
+                self._store(self.prompt.first(end), {})
+        logits: mx.array = getattr(output, "logits", output)
+        return logits
+
+    def _store(self, prompt: Prompt, auxiliary: dict[str, Any]) -> None:
+        entry = self.kept.prepare_store(prompt, self.cache, auxiliary)
+        if entry is not None:
+            self.kept.commit_prepared(entry)
+
+    def _ended(self, logits: mx.array) -> mx.array:
+        """Leave the request as vllm-mlx's own prefill does, and the model with its positions, which are asked for next."""
+        self.request.vision_encoded = True
+        self.generator._release_preprocessed_inputs(self.request)
+        if self.request.rope_deltas is not None:
+            self.generator.language_model._rope_deltas = self.request.rope_deltas
+        return logits

@@ -1,0 +1,123 @@
+"""What a processor made of a prompt's pictures is told apart, counts as what it is, and is given for a rest."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prefixcache.servers.media_inputs import media_inputs, placeholders
+
+PICTURE, SOUND, WIDTH = 900, 901, 6
+GRIDS = st.lists(st.tuples(st.sampled_from([2, 4]), st.sampled_from([2, 6])), min_size=1, max_size=4)
+
+
+def patches(seed: int, rows: int, columns: int) -> mx.array:
+    return mx.array(np.random.default_rng(seed).standard_normal((rows * columns, WIDTH), dtype=np.float32))
+
+
+def qwen(pictures: list[tuple[int, int, int]], text: int = 5):
+    """A prompt in Qwen's manner: text, and for each (seed, rows, columns) a picture of a quarter as many tokens, and text."""
+    tokens = list(range(text))
+    for seed, rows, columns in pictures:
+        tokens += [PICTURE] * (rows * columns // 4) + [seed % 7, 8]
+    arrays = {
+        "input_ids": mx.array([tokens]),
+        "pixel_values": mx.concatenate([patches(*picture) for picture in pictures]),
+        "image_grid_thw": mx.array([[1, rows, columns] for _, rows, columns in pictures]),
+        "attention_mask": mx.ones((1, len(tokens))),
+        "video_grid_thw": None,
+    }
+    return tokens, arrays
+
+
+def of(tokens, arrays):
+    return media_inputs(tokens, arrays, {PICTURE, SOUND})
+
+
+@given(GRIDS)
+def test_each_picture_has_its_span_its_digest_and_its_positions(grids):
+    tokens, arrays = qwen([(i, *grid) for i, grid in enumerate(grids)])
+    media = of(tokens, arrays).media
+    assert [medium.length for medium in media] == [rows * columns // 4 for rows, columns in grids]
+    assert all(set(tokens[medium.start : medium.end]) == {PICTURE} for medium in media)
+    assert sum(medium.length for medium in media) == tokens.count(PICTURE)
+    assert [medium.positions for medium in media] == [max(rows, columns) // 2 for rows, columns in grids]
+    assert len({medium.digest for medium in media}) == len(media)
+    for i, grid in enumerate(grids):
+        assert of(*qwen([(i, *grid)])).media[0].digest == media[i].digest
+
+
+@given(GRIDS, st.data())
+def test_what_is_given_for_a_part_of_the_prompt_is_what_its_pictures_have(grids, data):
+    pictures = [(i, *grid) for i, grid in enumerate(grids)]
+    inputs = of(*qwen(pictures))
+    first = data.draw(st.integers(0, len(grids)))
+    last = data.draw(st.integers(first, len(grids)))
+    edges = [0, *(medium.end for medium in inputs.media)]
+    given = inputs.between(edges[first], edges[last])
+    if first == last:
+        assert given == {}
+        return
+    expected = qwen(pictures[first:last])[1]
+    assert set(given) == {"pixel_values", "image_grid_thw"}
+    for name, value in given.items():
+        assert mx.array_equal(value, expected[name])
+
+
+def test_a_bit_a_shape_and_a_dtype_count():
+    tokens, arrays = qwen([(1, 2, 2)])
+    digests = {of(tokens, arrays).media[0].digest}
+    pixels = arrays["pixel_values"]
+    flipped = np.array(pixels)
+    flipped.view(np.uint32)[-1, -1] ^= 1
+    for other in (mx.array(flipped), pixels.astype(mx.bfloat16), np.array(pixels).astype(np.float64)):
+        digests.add(of(tokens, arrays | {"pixel_values": other}).media[0].digest)
+    digests.add(of(tokens, arrays | {"image_sizes": mx.array([[2, 2]])}).media[0].digest)
+    assert len(digests) == 5
+    assert of(tokens, arrays | {"attention_mask": None}).media[0].digest in digests
+
+
+@pytest.mark.parametrize("kind", [lambda pixels: mx.array(np.stack(pixels)), np.stack, list])
+def test_pictures_with_a_row_each_are_told_apart(kind):
+    tokens = [1, PICTURE, PICTURE, 2, PICTURE, PICTURE, 3]
+    pixels = [np.full((3, 4, 4), i, np.float32) for i in range(2)]
+    inputs = of(tokens, {"pixel_values": kind(pixels)})
+    assert [(medium.start, medium.end) for medium in inputs.media] == [(1, 3), (4, 6)]
+    (rest,) = inputs.between(3, 7).values()
+    assert np.array_equal(np.array(rest), pixels[1:])
+
+
+def test_where_pictures_cannot_be_told_apart_each_counts_as_all_of_them():
+    tokens = [1, PICTURE, 2, PICTURE, 3, SOUND]
+    arrays = {"pixel_values": mx.zeros((5, 3, 4, 4)), "input_features": mx.ones((1, 80))}
+    inputs = of(tokens, arrays)
+    assert len(inputs.media) == 3
+    assert len({medium.digest for medium in inputs.media}) == 1
+    other = of(tokens, arrays | {"input_features": mx.zeros((1, 80))})
+    assert inputs.media[0].digest != other.media[0].digest
+    assert inputs.between(6, 6) == {}
+    assert set(inputs.between(0, 6)) == set(arrays)
+    with pytest.raises(ValueError, match="can't be divided"):
+        inputs.between(2, 6)
+
+
+@pytest.mark.parametrize("tokens", [[1, 2, 3], []])
+def test_pictures_without_placeholders_are_refused(tokens):
+    with pytest.raises(ValueError, match="0 runs of placeholders"):
+        of(tokens, {"pixel_values": mx.zeros((1, 3))})
+
+
+def test_placeholders_without_pictures_are_refused_and_so_is_what_no_processor_makes():
+    with pytest.raises(ValueError, match="1 runs of placeholders, and 0 arrays"):
+        of([1, PICTURE], {"attention_mask": mx.ones((1, 2))})
+    with pytest.raises(TypeError, match="object"):
+        of([1, PICTURE], {"pixel_values": object()})
+
+
+def test_the_placeholders_are_those_that_the_configuration_names():
+    class Config:
+        image_token_id, image_token_index, video_token_id, audio_token_id = 5, 6, None, 7
+
+    assert placeholders(Config()) == {5, 6, 7}
+    assert placeholders(None) == set()
