@@ -36,7 +36,6 @@ from prefixcache.codecs.turboquant import backends as turboquant_backends
 from prefixcache.keys import Tokens, as_model, as_salt, as_session, as_tokens
 from prefixcache.layers.adapters import arrays_in
 from prefixcache.layers.classes import allow
-from prefixcache.layers.encode import evaluate
 from prefixcache.layers.form import CacheForm
 from prefixcache.layers.image_layout import live_arrays, read
 from prefixcache.layers.joined import DamagedBlock
@@ -408,7 +407,6 @@ class PrefixCache:
         namespace = self._namespaces.of_layout(prompt.model, reading.layout, prompt.salt)
         plan = namespace.plan
         agreed = reading.agreed and limit == seen and reading.positions in (None, seen)
-        evaluate(reading.leaves)
         if self._recorder is not None and (snapshot or write_back_from is None):
             self._recorder.store(
                 self._namespaces.recorded_root(prompt.model, prompt.salt), prompt.token_bytes[: limit * 8]

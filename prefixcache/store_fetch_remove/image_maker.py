@@ -20,7 +20,7 @@ from prefixcache.image_format import ROWS, SNAPSHOT, WINDOW, Blueprint, HeaderFi
 from prefixcache.keys import BLOCK
 from prefixcache.layers import levels, live_codes
 from prefixcache.layers.adapters import Leaf
-from prefixcache.layers.encode import CopyOut, RowTarget, encode
+from prefixcache.layers.encode import CopyOut, RowTarget, encode, evaluate
 from prefixcache.layers.finite import NotFinite, first_not_finite, image_not_finite, state_not_finite
 from prefixcache.layers.image_layout import Section, Tensors, TokenRuns
 from prefixcache.layers.joined import BlockRows, encode_joined, write_joined
@@ -80,7 +80,7 @@ class Maker(Protocol):
 
 
 class LiveMaker:
-    """A `Maker` that reads a live prompt cache, whose leaves are evaluated. For one store, on its thread."""
+    """A `Maker` that reads a live prompt cache, which a GPU may still compute. For one store, on its thread."""
 
     def __init__(
         self,
@@ -97,12 +97,14 @@ class LiveMaker:
         self._namespace, self._plan = namespace, namespace.plan
         self._leaves, self._limit, self.since = leaves, limit, since
         live_codes.check(self._plan, leaves)
+        self.has_codes = any(leaf.codes is not None for leaf in leaves)
+        self._copies_later = not on_cpu() and not (self.has_codes or self._plan.windows or self._plan.joined)
+        if not self._copies_later:
+            evaluate(leaves)
         self._held = [self._plan.held(leaves, window) for window in range(len(self._plan.windows))]
         self._back = WriteBack(self._plan, leaves, since, limit) if since is not None else None
         self.not_finite = state_not_finite(leaves) if with_snapshot else None
         self.state = self._plan.describe_state(leaves) if with_snapshot and self.not_finite is None else None
-        self.has_codes = any(leaf.codes is not None for leaf in leaves)
-        self._copies_later = not on_cpu() and not (self.has_codes or self._plan.windows or self._plan.joined)
         self.recoded = 0
         self.is_written_back = since is not None  # all rows of whole blocks, as far as they are kept
         self._codes: dict[bytes, list[Codes]] = {}  # of joined layers, by image; from `encoded` to `make`

@@ -30,12 +30,15 @@ KINDS = {
     "quantized": lambda: QuantizedKVCache(32),
 }
 
+# Where the way of a state depends on whether a GPU has it.
+GPUS = ("layers.finite", "layers.encode", "store_fetch_remove.image_maker", "servers.mlx_lm.prefill")
+
 
 @contextmanager
 def computed_on(where: str) -> Iterator[None]:
     """Have what is stored go a GPU's way, on whatever there is here."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("layers.finite", "layers.encode", "store_fetch_remove.image_maker") if where == "gpu" else ():
+        for module in GPUS if where == "gpu" else ():
             patch.setattr(f"prefixcache.{module}.on_cpu", lambda: False)
         yield
 
