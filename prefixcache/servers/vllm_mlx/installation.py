@@ -20,6 +20,7 @@ from prefixcache.cache import PrefixCache
 from prefixcache.identity import model_identity, nameless, version_of
 from prefixcache.layers.form import CacheForm
 from prefixcache.servers.vllm_mlx.prefix_cache import LONGEST_WAIT, TieredPrefixCache
+from prefixcache.servers.vllm_mlx.upstream import in_order, with_own_arguments
 from prefixcache.settings import Settings
 from prefixcache.ssd import DirectoryError
 
@@ -126,28 +127,25 @@ def install(cache: PrefixCache | Settings, *, salt: bytes = b"", longest_wait: f
     except ImportError as error:
         log.info("without multimodal models: %s", error)
     else:
-        _replace(multimodal, "MemoryAwarePrefixCache", functools.partial(build, form_of=lambda model: None))
-        generator = multimodal.MLLMBatchGenerator
-        _replace(generator, "__init__", _bounding(generator.__init__))
-        reusing = importlib.import_module("prefixcache.servers.vllm_mlx.media_prefill").reusing  # which needs mlx_lm
-        _replace(generator, "_run_vision_encoding", reusing(generator._run_vision_encoding))
-        # Theirs sorts the pictures of a prompt, and so takes two for the same two in the other order.
+        prefill = importlib.import_module("prefixcache.servers.vllm_mlx.media_prefill")  # which needs mlx_lm
         pixels = importlib.import_module("vllm_mlx.vision_embedding_cache")
-        _replace(pixels, "compute_images_hash", lambda images: "_".join(map(pixels.compute_image_hash, images)))
+        generator, memory = multimodal.MLLMBatchGenerator, pixels.VisionEmbeddingCache
+        _replace(multimodal, "MemoryAwarePrefixCache", functools.partial(build, form_of=lambda model: None))
+        _replace(generator, "__init__", prefill.tried(_bounding(generator.__init__)))
+        _replace(generator, "_run_vision_encoding", prefill.reusing(generator._run_vision_encoding))
+        _replace(pixels, "compute_images_hash", in_order(pixels.compute_image_hash))
+        _replace(memory, "set_pixel_cache", with_own_arguments(memory.set_pixel_cache))
         _replace(mllm.MLXMultimodalLM, "load", _naming_multimodal(mllm.MLXMultimodalLM.load))
     return cache
 
 
 def _check_release(scheduler: Any) -> None:
     """Raise ImportError for a vllm-mlx that knows prompts by their tokens alone, which are the same for every picture."""
-    memory_cache = importlib.import_module("vllm_mlx.memory_cache")
-    if not hasattr(scheduler, "MemoryAwarePrefixCache") or not hasattr(
-        memory_cache, "is_text_only_prefix_cache_request"
-    ):
+    memory_cache, gate = importlib.import_module("vllm_mlx.memory_cache"), "is_text_only_prefix_cache_request"
+    if not hasattr(scheduler, "MemoryAwarePrefixCache") or not hasattr(memory_cache, gate):
         release = version_of("vllm-mlx") or "of unknown version"
-        raise ImportError(
-            f"vllm-mlx {release}: before 0.6 it answers from another picture's state: install vllm-mlx 0.6"
-        )
+        why = "before 0.6 it answers from another picture's state"
+        raise ImportError(f"vllm-mlx {release}: {why}: install vllm-mlx 0.6")
 
 
 def uninstall() -> None:

@@ -13,11 +13,42 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
+from prefixcache.servers.causality import NotCausal, media_are_whole
 from prefixcache.servers.media_inputs import media_inputs, placeholders
 from prefixcache.servers.vllm_mlx.prefix_cache import PromptHit, TieredPrefixCache
 from prefixcache.tiers.prompt import Prompt
+from prefixcache.upstream import let_pictures_attend_behind_a_hit
+
+KINDS = ("mm_token_type_ids", "token_type_ids")  # of each token: whether it is text, a picture, a sound
 
 log = logging.getLogger("prefixcache")
+
+
+def tried(init: Callable[..., None]) -> Callable[..., None]:
+    """Return `MLLMBatchGenerator`'s constructor, which then tries the model, where it takes media. One whose prompts can't be
+    hit is served without a prefix cache, and that is said.
+    """
+
+    @functools.wraps(init)
+    def made(self: Any, *args: Any, **options: Any) -> None:
+        init(self, *args, **options)
+        stand = placeholders(getattr(self.model, "config", None))
+        if not stand or not isinstance(self.prefix_cache, TieredPrefixCache):
+            return
+        let_pictures_attend_behind_a_hit(self.model)
+        try:
+            media_are_whole(self.model, min(stand), lambda: empty_layers(self))
+        except NotCausal as error:
+            log.warning("without a prefix cache: %s", error)
+            self.prefix_cache = None
+
+    return made
+
+
+def empty_layers(generator: Any) -> list[Any]:
+    """Return the layer caches of a prompt that nothing has been computed of."""
+    layers: list[Any] = make_prompt_cache(generator.language_model, max_kv_size=generator.max_kv_size or None)
+    return layers
 
 
 def reusing(encode: Callable[..., mx.array]) -> Callable[..., mx.array]:
@@ -57,8 +88,8 @@ class MediaPrefill:
         self.inputs = media_inputs(tokens, arrays, placeholders(generator.model.config))
         self.prompt: Prompt = self.kept.prompt(tokens, self.inputs.media)
         self.recurrent: bool = generator._needs_prefill_checkpoint(cache)
-        # Of models without M-RoPE some let the tokens of a picture see each other only where a prefill begins at token 0.
-        self.divisible = request.rope_deltas is not None and self.inputs.parts is not None
+        self.kinds = {name: arrays[name] for name in KINDS if arrays.get(name) is not None}
+        self.divisible = self.inputs.parts is not None
 
     def run(self, whole: Callable[[], mx.array]) -> mx.array:
         """Compute the prompt behind a hit, or all of it by `whole`, and store it. Returns logits, of the last token last."""
@@ -76,7 +107,7 @@ class MediaPrefill:
                 logits = self._computed(edges)
             except Exception as error:
                 log.warning("a hit is not used: %s: %s", type(error).__name__, error)
-                self.cache[:] = make_prompt_cache(self.generator.language_model, self.generator.max_kv_size or None)
+                self.cache[:] = empty_layers(self.generator)
                 logits = whole()
         else:
             logits = whole()
@@ -99,13 +130,15 @@ class MediaPrefill:
 
     def _computed(self, edges: list[int]) -> mx.array:
         """Compute the tokens from the first edge on, store the state at those between, and return the last part's logits."""
+        model = self.generator.model
         for start, end in pairwise(edges):
             ids, arrays = self.ids[:, start:end], self.inputs.between(start, end)
             about = self.generator._language_model_kwargs(self.request, start, end)
             if arrays:
-                embedded = self.generator.model.get_input_embeddings(ids, **arrays).to_dict()
-                about = {name: value for name, value in embedded.items() if value is not None} | about
-            output = self.generator.language_model(ids, cache=self.cache, **about)
+                embedded = model.get_input_embeddings(ids, mask=mx.ones_like(ids), **arrays).to_dict()
+                kinds = {name: self.kinds[name][:, start:end] for name in self.kinds}
+                about = kinds | {name: value for name, value in embedded.items() if value is not None} | about
+            output = model.language_model(ids, cache=self.cache, **about)
             if end < len(self.prompt):
                 self._store(self.prompt.first(end), {})
         logits: mx.array = getattr(output, "logits", output)
