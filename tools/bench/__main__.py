@@ -21,6 +21,7 @@ GROUPS = {  # the modules whose FIGURES they are
     "live": ("live", "gpu_live", "prefill", "gpu_requests"),
     "remote": ("remote", "remote_serving", "remote_peers", "fleet"),
     "ranks": ("ranks",),
+    "pictures": ("pictures",),
     "server": ("server", "first_tokens", "server_load", "slow_hits"),
 }
 
