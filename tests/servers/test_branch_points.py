@@ -80,6 +80,20 @@ def test_of_the_second_directory_on_the_tools_are_hit(folder, plain, served, rol
         assert ask(plain, chat, tools=tools, **drawn)._replace(cached=answer.cached) == answer
 
 
+@pytest.mark.parametrize("last", ["system", "tool"])
+def test_a_new_talk_is_hit_to_the_end_of_the_system_text(folder, plain, served, last):
+    """Whoever spoke last in the first one: a list of agents behind the user's words, or a tool with its result."""
+    system = {"role": "system", "content": f"{last} {SHARED}"}
+    first = [system, *user("Look at the notes."), {"role": last, "content": text(50, last)}]
+    new = [system, *user("Rename the notes.")]
+    assert ask(served, first).cached == 0
+    answer = ask(served, new)
+    template = load_tokenizer(str(folder)).apply_chat_template
+    other = template([system, *user("Why?")], add_generation_prompt=True)
+    assert answer.cached == common_prefix(as_tokens(other), as_tokens(template(new, add_generation_prompt=True)))
+    assert ask(plain, new)._replace(cached=answer.cached) == answer
+
+
 def test_of_those_that_ask_at_once_one_computes_what_is_shared(folder, plain, served):
     """The first of them leaves its state where it parts from what is stored, and the others wait for that."""
     known, *prompts = [in_directory(name, f"At once. {SHARED}") for name in DIRECTORIES]

@@ -32,6 +32,7 @@ from prefixcache.servers.loaded_model import calibration_of, compile_kernels
 from prefixcache.servers.mlx_lm.answers import Answers, Ended
 from prefixcache.servers.mlx_lm.context import room_for
 from prefixcache.servers.mlx_lm.errors import RankFailed, may_be_the_hits
+from prefixcache.servers.mlx_lm.leading_parts import system_end
 from prefixcache.servers.mlx_lm.prefill import RequestBatches, SingleKeeper
 from prefixcache.servers.mlx_lm.prefill import stream as blockwise_stream
 from prefixcache.servers.mlx_lm.prompt_tokenizer import PromptTokenizer
@@ -370,11 +371,12 @@ class Generator:
         ends = np.cumsum([len(segment) for segment in tokenized[1]])
         boundaries = tuple(int(end) for end in sorted({*ends[:-1], len(ids) - 1}))
         keeping: Keeping = getattr(request, "keeping", Keeping())
-        leases = keeping.leases(len(ids), int(ends[0]) if tokenized[2][:1] == ["system"] else 0)
+        leases = keeping.leases(len(ids), system_end(*tokenized[1:3]))
+        prompt = prompt.in_session(keeping.session)
         return TokenizedRequest(
             tokenizer,
             tokenized,
-            prompt.in_session(keeping.session),
+            prompt,
             boundaries,
             getattr(request, "answers", None),
             leases if keeping.stored else None,

@@ -17,8 +17,8 @@ from prefixcache.servers.chat_messages import Message, TemplateRoles, for_templa
 from prefixcache.servers.mlx_lm.answer_reader import MarkReader
 from prefixcache.servers.mlx_lm.client_template import ClientTemplate
 from prefixcache.servers.mlx_lm.context import room_for, too_long
+from prefixcache.servers.mlx_lm.leading_parts import LeadingParts, segments_at
 from prefixcache.servers.mlx_lm.provider import LoadedModel, Provider
-from prefixcache.servers.mlx_lm.tools_end import ToolsEnds, segment_at
 from prefixcache.servers.mlx_lm.upstream import MLX_LM_0_31, has_images, vision_of
 from prefixcache.servers.prompt_parts import TEXT, UNKNOWN, ChatText, Part, place_of, render_by
 from prefixcache.servers.request_schema import TEMPLATE, RequestRefused
@@ -49,7 +49,7 @@ class PromptTokenizer:
         stored: Callable[[LoadedModel, Any], StoredSequences],
     ):
         self._provider, self._by_mlx_lm, self._canonical, self._stored = provider, tokenize, canonical, stored
-        self._tools_ends = ToolsEnds()
+        self._leading = LeadingParts()
 
     def tokenize_early(self, request: Any, args: Any) -> None:
         """Tokenize a prompt on its client's thread, if its model is loaded; else check that the model can be loaded. A prompt
@@ -134,13 +134,14 @@ class PromptTokenizer:
         tokens = as_tokens(tokenized[0])
         if not len(tokens):  # the loop would die of it
             raise RequestRefused("the prompt has no tokens: give some text")
-        if tools and not (self._provider.sliceable or _brings_template(args) or has_images(request)):
+        is_chat = request.request_type == "chat" and loaded.tokenizer.has_chat_template
+        if is_chat and not (self._provider.sliceable or _brings_template(args) or has_images(request)):
 
             def tokenize(others: list[Message]) -> Any:
                 return self._by_mlx_lm(tokenizer, replace(request, messages=others, tools=tools), args)[0]
 
             terms = (loaded.key, tools, args.chat_template_kwargs)
-            tokenized = segment_at(tokenized, self._tools_ends.find(tokens, messages, terms, tokenize))
+            tokenized = segments_at(tokenized, self._leading.ends(tokens, messages, terms, tokenize))
         tokenized, rewritten = self._as_written(loaded, request, args, tokenized)
         room_for(len(tokenized[0]), loaded.context)
         return tokenized, rewritten
