@@ -20,7 +20,7 @@ from prefixcache.blocks.recency import Recency
 from prefixcache.image_format import ROWS, SNAPSHOT, WINDOW, ImageKind
 from prefixcache.keys import BLOCK, TOKEN_BYTES, chain
 
-NODE_BYTES = 728  # of RAM a node, beside its tokens; measured by tools/bench/memory.py
+NODE_BYTES = 736  # of RAM a node, beside its tokens; measured by tools/bench/memory.py
 SLOT_BYTES = 904  # of RAM a slot, beside its image and its suffix; measured there too
 
 

@@ -117,6 +117,7 @@ class Node:
         "children",
         "dependents",
         "end",
+        "ends_turn",
         "key",
         "label",
         "parent",
@@ -137,6 +138,7 @@ class Node:
         self.tokens = tokens
         self.key = key
         self.label = label  # of the store that brought it; for statistics
+        self.ends_turn = False  # a tail at whose end later prompts may part: see `superseded`
         self.start: int = parent.end if parent else 0
         self.end: int = self.start + len(tokens) // TOKEN_BYTES
         self.children: list[Node] = _NONE  # sorted by tokens

@@ -46,7 +46,7 @@ def tokens_to_keep(storage: Storage, namespace: Namespace, prompt: Prompt, end: 
     seen as many.
     """
     with storage.lock:
-        stored = prompt.boundary(namespace, prompt.walk(namespace), storage.graph.last, end)
+        stored = prompt.boundary(namespace, prompt.hit_walk(namespace), storage.graph.last, end)
     if not namespace.plan.lossless and prompt.given_rows.tokens // BLOCK < stored // BLOCK:
         stored = prompt.outside_media(prompt.given_rows.tokens // BLOCK * BLOCK)
     is_sliceable = not (namespace.plan.windows or namespace.plan.snapshots)
@@ -156,5 +156,5 @@ def _depth(storage: Storage, prompt: Prompt, namespace: Namespace, hot: HotPromp
         return 0
     if shared < len(hot.ids) // BLOCK * BLOCK and not namespace.plan.lossless:
         shared -= shared % BLOCK
-    depth = prompt.boundary(namespace, prompt.walk(namespace), storage.graph.last, shared)
+    depth = prompt.boundary(namespace, prompt.hit_walk(namespace), storage.graph.last, shared)
     return depth if hot.state.is_sliceable or depth == len(hot.ids) else 0

@@ -16,6 +16,7 @@ import numpy as np
 
 from prefixcache.blocks.lookup import hit_depth, pin_leaves, required_images
 from prefixcache.blocks.node import RAM, Node, Slot, Walk
+from prefixcache.blocks.superseded import superseded_tails
 from prefixcache.keys import BLOCK, TOKEN_BYTES, as_tokens, chain
 from prefixcache.media import Media, last_end, outside_whole, rope_delta
 from prefixcache.tiers.state import Namespace
@@ -49,6 +50,7 @@ class PromptTerms:
     label: str = ""
     whole_blocks: bool = False
     session: str = ""
+    turn_end: int = 0
 
 
 @dataclass
@@ -139,6 +141,14 @@ class Prompt:
         named.terms = replace(self.terms, session=sys.intern(session))
         return named
 
+    def with_turn_end(self, tokens: int) -> Prompt:
+        """Return the same prompt, of which a store of so many tokens leaves a tail that stays when an answer makes its block
+        whole: the next turn may part from this one there, as where it leaves thoughts out.
+        """
+        ended = copy.copy(self)
+        ended.terms = replace(self.terms, turn_end=tokens)
+        return ended
+
     def rope_delta(self, depth: int) -> int:
         """Return what the RoPE positions behind a hit of `depth` tokens are more than the tokens' places: the sum, over the
         media before, of positions minus length. Negative for most M-RoPE models.
@@ -188,18 +198,25 @@ class Prompt:
         return walk
 
     def hit_walk(self, namespace: Namespace) -> Walk:
-        """Return the walk that a hit takes. With `whole_blocks` it doesn't end inside a coded block, but in a tail beside it
-        that ends with a medium.
+        """Return the walk that a hit takes. Where that can't end inside a whole block, it leads to the tail that shares most
+        with the prompt (a turn's, or one that ends with a medium), rather than to a whole block that begins with it.
         """
         walk = self.walk(namespace)
-        block, end = walk.partial, last_end(self.media, walk.depth)
-        if not (self.terms.whole_blocks and walk.tree.media_tails and block is not None and block.start < end):
+        if not self._hits_whole_blocks(namespace) or walk.partial is None or not walk.partial.is_whole:
             return walk
-        assert block.parent is not None
-        tail = self._storage.graph.child(block.parent, block.tokens[: (end - block.start) * TOKEN_BYTES])
-        if tail is None or tail.rows is None or not block.is_whole:
+        tails = (
+            tail for tail in superseded_tails(walk.partial) if tail.rows is not None and not _is_coded(namespace, tail)
+        )
+        tail = max(tails, key=lambda tail: tail.end, default=None)
+        if tail is None:
             return walk
-        return walk._replace(path=[*walk.path, tail], partial=None, shared=0)
+        shared = min(walk.shared, tail.end - tail.start)
+        if shared == tail.end - tail.start:
+            return walk._replace(path=[*walk.path, tail], partial=None, shared=0)
+        return walk._replace(partial=tail, shared=shared)
+
+    def _hits_whole_blocks(self, namespace: Namespace) -> bool:
+        return self.terms.whole_blocks and not (namespace.plan.snapshots or namespace.plan.lossless)
 
     def keys(self, namespace: Namespace) -> list[bytes]:
         """Return the keys of its whole blocks; those that the graph knows are not computed again."""
@@ -226,7 +243,7 @@ class Prompt:
         whole block, or in an incomplete one whose rows are kept as they are. `walk`: that of `hit_walk`.
         """
         depth = self.hit_depth(walk, tier, limit)
-        if not self.terms.whole_blocks or namespace.plan.snapshots or namespace.plan.lossless:
+        if not self._hits_whole_blocks(namespace):
             return depth
         while depth > 0:
             node = next(node for node in walk.nodes if node.end >= depth)

@@ -543,7 +543,7 @@ class NeighboursMachine(CacheMachine):
         step=st.sampled_from([256, 512]),
     )
     def open(self, tier, close, codec, layers, step):
-        self.codec, self.layers, self.step = codec, layers, step
+        self.codec, self.layers, self.step, self.turns = codec, layers, step, 0
         super().open(5_000_000, tier, "wait", close)
 
     @rule(tokens=prompts, hot=st.booleans())
@@ -570,6 +570,24 @@ class NeighboursMachine(CacheMachine):
         layers = made if made is not None else states.LAYERS[self.layers]()
         self._in_steps(prompt, layers, len(tokens) - len(rest), hot)
 
+    @rule(tokens=prompts, answer=st.sampled_from([5, 100, 300]), parted=st.booleans())
+    def part_behind_an_answer(self, tokens, answer, parted):
+        """The next turn goes on from the last one's end, though an answer has made its block whole."""
+        self.turns += 1
+        tokens = [*tokens, 10_000 + self.turns]
+        live, prompt = states.LAYERS[self.layers](), self.asked(tokens).with_turn_end(len(tokens))
+        states.stored_in_steps(self.cache, prompt, live, 0, self.step)
+        states.stored_in_steps(self.cache, prompt.continued([6] * answer), live, len(tokens), self.step)
+        self.note_stored([*tokens, *[6] * answer])
+        if parted:
+            following = self.asked([*tokens, *[7] * 300]).with_turn_end(len(tokens) + 300)
+            states.stored_in_steps(self.cache, following, states.LAYERS[self.layers](), 0, self.step)
+            self.note_stored(list(following.given))
+        made, rest = self.cache.fetch(self.asked([*tokens, 8, 9]), promote=True)
+        depth = len(tokens) + 2 - len(rest)
+        assert depth == len(tokens) or (parted and depth >= len(tokens) // 256 * 256)
+        self.as_if_alone(tokens[:depth], made, to=depth)
+
     def asked(self, tokens):
         return self.cache.prompt(tokens, model="m", whole_blocks=True)
 
@@ -589,9 +607,9 @@ class NeighboursMachine(CacheMachine):
         if made is not None:
             self.as_if_alone(tokens[: len(tokens) - len(rest)], made)
 
-    def as_if_alone(self, tokens, layers):
-        """Of whole blocks, all rows that are there on an empty cache, too."""
-        whole = len(tokens) // 256 * 256
+    def as_if_alone(self, tokens, layers, to=None):
+        """Of whole blocks, or up to token `to`, all rows that are there on an empty cache, too."""
+        whole = len(tokens) // 256 * 256 if to is None else to
         alone = states.by_itself(tuple(tokens), self.codec, self.layers, self.step)
         for own, other in zip(states.held(layers), alone, strict=True):
             for part in ("keys", "values"):

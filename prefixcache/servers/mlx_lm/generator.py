@@ -373,6 +373,8 @@ class Generator:
         keeping: Keeping = getattr(request, "keeping", Keeping())
         leases = keeping.leases(len(ids), system_end(*tokenized[1:3]))
         prompt = prompt.in_session(keeping.session)
+        if _ends_turn(request, tokenizer):
+            prompt = prompt.with_turn_end(len(ids) - 1)
         return TokenizedRequest(
             tokenizer,
             tokenized,
@@ -414,6 +416,12 @@ def _cached_tokens(tokenized: Any) -> Sequence[int]:
 def _salt_of(request: Any) -> bytes:
     salt: bytes = getattr(request, "salt", b"")
     return salt
+
+
+def _ends_turn(request: Any, tokenizer: Any) -> bool:
+    """Tell whether the next turn may leave out thoughts of the answer to come, and so part from this prompt at its end."""
+    last = request.messages[-1]["role"] if request.request_type == "chat" else "tool"
+    return bool(tokenizer.has_thinking) and last not in ("tool", "assistant")
 
 
 def _rows_suffix(args: Any) -> str:

@@ -1,0 +1,94 @@
+"""A turn's end is hit by the next turn that parts there, though an answer has made its block whole: exact rows of the tail
+stay beside the coded block until the next turn has an end of its own.
+"""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prefixcache import PrefixCache
+from prefixcache.blocks.node import Node
+from prefixcache.image_format import ROWS
+from tests.models import states
+
+CODEC = "turboquant:4"
+PROMPT = states.prompt(1, 600)
+
+
+def store(cache: PrefixCache, layers: str, *, turn_end: int | None, thought: int, answer: int = 300) -> None:
+    """A turn of `PROMPT`, as a server stores it: in steps, then with the answer that the model gives."""
+    prompt = cache.prompt(PROMPT, model="m", whole_blocks=True)
+    if turn_end is not None:
+        prompt = prompt.with_turn_end(turn_end)
+    live = states.stored_in_steps(cache, prompt, states.LAYERS[layers](), 0, 256)
+    states.stored_in_steps(cache, prompt.continued([thought] * answer), live, len(PROMPT), 256)
+
+
+def hit(cache: PrefixCache, tokens: list[int]) -> int:
+    _, rest = cache.fetch(cache.prompt(tokens, model="m", whole_blocks=True), promote=True)
+    cache.check_integrity()
+    return len(tokens) - len(rest)
+
+
+def nodes(cache: PrefixCache) -> list[Node]:
+    return [slot.node for slot in cache._storage.graph.slots.values() if slot.kind == ROWS]
+
+
+@pytest.mark.parametrize("layers", sorted(states.LAYERS))
+def test_the_next_turn_goes_on_from_the_last_ones_end(layers):
+    with PrefixCache(ram="20MB", codec=CODEC) as cache:
+        store(cache, layers, turn_end=600, thought=6)
+        assert hit(cache, [*PROMPT, 7, 8]) == 600
+        made, _ = cache.fetch(cache.prompt([*PROMPT, 7, 8], model="m", whole_blocks=True))
+        alone = states.by_itself(tuple(PROMPT), CODEC, layers, 256)
+        for own, other in zip(states.held(made), alone, strict=True):
+            for part in ("keys", "values"):
+                assert all(other[part][token] == row for token, row in own[part].items() if token in other[part])
+
+
+@pytest.mark.parametrize("layers", sorted(states.LAYERS))
+def test_without_a_turns_end_an_answer_takes_the_tails_place(layers):
+    with PrefixCache(ram="20MB", codec=CODEC) as cache:
+        store(cache, layers, turn_end=None, thought=6)
+        assert hit(cache, [*PROMPT, 7, 8]) == 512
+
+
+def test_it_comes_back_from_the_ssd(tmp_path):
+    """What ends a turn is not known after a restart: there the rest of a block is computed."""
+    options = {"ram": "20MB", "codec": CODEC, "ssd_dir": tmp_path / "ssd", "ssd": "50MB"}
+    with PrefixCache(**options) as cache:
+        store(cache, "every token", turn_end=600, thought=6)
+        assert cache.flush(30)
+        cache.trim_to(0)
+        assert hit(cache, [*PROMPT, 7, 8]) == 600
+    with PrefixCache(**options) as cache:
+        assert hit(cache, [*PROMPT, 7, 8]) == 512
+
+
+@pytest.mark.parametrize("same", [False, True])
+@pytest.mark.parametrize("more", [100, 400])
+def test_the_next_turn_takes_its_place(same, more):
+    """Whether it goes on as the last one did, or without its thoughts."""
+    with PrefixCache(ram="20MB", codec=CODEC) as cache:
+        store(cache, "every token", turn_end=600, thought=6)
+        tokens = [*PROMPT, *([6] * 300 if same else []), *([7] * more)]
+        following = cache.prompt(tokens, model="m", whole_blocks=True).with_turn_end(len(tokens))
+        states.stored_in_steps(cache, following, states.LAYERS["every token"](), 0, 256)
+        assert hit(cache, [*tokens, 9, 9]) == len(tokens)
+        assert hit(cache, [*PROMPT, 9, 9]) == (600 if len(tokens) < 768 else 512)
+        assert sum(node.ends_turn for node in nodes(cache)) == 1
+
+
+@given(shared=st.integers(512, 600), answer=st.integers(1, 600))
+def test_it_is_hit_wherever_a_prompt_parts_within_it(shared, answer):
+    with PrefixCache(ram="20MB", codec=CODEC) as cache:
+        store(cache, "every token", turn_end=600, thought=6, answer=answer)
+        assert hit(cache, [*PROMPT[:shared], 7, 8]) == shared
+
+
+def test_what_is_known_is_known_as_deep_as_before():
+    with PrefixCache(ram="20MB", codec=CODEC) as cache:
+        store(cache, "every token", turn_end=600, thought=6)
+        assert cache.known(cache.prompt([*PROMPT, *[6] * 200, 9], model="m", whole_blocks=True)) == 800
