@@ -76,6 +76,14 @@ def test_a_bench_runs(name, tmp_path):
     json.dumps(report.as_json(found, "tiny"))
 
 
+def test_agents_steps_and_turns_are_hit_to_the_last_shared_token():
+    found = figures("agents")
+    assert found[-1].name.endswith("tokens computed over necessary")
+    assert [
+        figure.measured for figure in found if not figure.met and ("step" in figure.name or "turn" in figure.name)
+    ] == []
+
+
 def test_a_lookup_visits_its_own_blocks_and_a_bisection_more():
     (visits,) = [figure for figure in figures("match") if figure.name.startswith("nodes visited")]
     assert visits.met, visits

@@ -22,6 +22,7 @@ GROUPS = {  # the modules whose FIGURES they are
     "remote": ("remote", "remote_serving", "remote_peers", "fleet"),
     "ranks": ("ranks",),
     "pictures": ("pictures",),
+    "agents": ("agents.replay",),
     "server": ("server", "first_tokens", "server_load", "slow_hits"),
 }
 

@@ -1,7 +1,7 @@
 """The peers that are no dependency of this project, in a virtual environment of their own: the git-ignored `.peers/venv`.
 
-It is made on first use and kept. vllm-mlx and mlx-vlm come without their dependencies, of which the modules that are measured
-import few: MLX, NumPy, psutil, and mlx-lm of the release that vllm-mlx asks for.
+It is made on first use and kept. vllm-mlx and mlx-vlm come without their dependencies, of which what is measured imports few:
+MLX, NumPy, psutil, mlx-lm of the release that vllm-mlx asks for, and what vllm-mlx's server imports.
 """
 
 from __future__ import annotations
@@ -15,7 +15,20 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[3]
 FOLDER = ROOT / ".peers" / "venv"
 MLX = "mlx==0.32.4" if sys.platform == "darwin" else "mlx[cpu]==0.32.4"
-WITH_DEPENDENCIES = [MLX, "mlx-lm==0.31.3", "numpy", "psutil", "rich>=13.7"]
+SERVER = [
+    "fastapi",
+    "uvicorn",
+    "jsonschema",
+    "prometheus-client",
+    "requests",
+    "pytz",
+    "pyyaml",
+    "tabulate",
+    "pillow",
+    "tqdm",
+    "python-multipart",
+]
+WITH_DEPENDENCIES = [MLX, "mlx-lm==0.31.3", "numpy", "psutil", "rich>=13.7", *SERVER]
 ALONE = ["vllm-mlx==0.6.0", "mlx-vlm==0.7.10"]
 LMCACHE_FOLDER = ROOT / ".peers" / "lmcache"
 LMCACHE = "lmcache==0.5.6"
