@@ -400,7 +400,7 @@ class PrefixCache:
         seen = min(len(prompt), reading.positions) if reading.positions is not None else len(prompt)
         limit = prompt.outside_media(seen)
         counted = any(leaf.positions for leaf in reading.leaves)
-        if not limit or (not counted and not any(arrays_in(leaf.state) for leaf in reading.leaves)):
+        if (seen and not limit) or (not counted and not any(arrays_in(leaf.state) for leaf in reading.leaves)):
             return None
         if prompt.form is not None:
             prompt.form.learn(reading.layout)
