@@ -1,5 +1,5 @@
 """Whether a model's prompts can be hit: what is kept of a token must depend on the tokens before it alone, but for the tokens
-of a medium, which may attend to each other. mlx-vlm's models don't say that, so it is tried on each that was loaded.
+of a medium, which may attend to each other. mlx-vlm's models don't say that, so each that is loaded is tried (decision 0051).
 """
 
 from __future__ import annotations
