@@ -31,7 +31,7 @@ KINDS = {
 }
 
 # Where the way of a state depends on whether a GPU has it.
-GPUS = ("layers.finite", "layers.encode", "store_fetch_remove.image_maker", "servers.mlx_lm.prefill")
+GPUS = ("layers.finite", "layers.encode", "store_fetch_remove.image_maker")
 
 
 @contextmanager

@@ -50,8 +50,8 @@ def answer(model: Any, tokens: list[int], cache: PrefixCache | None) -> float:
 
 
 def meet_shapes(model: Any, tokens: list[int], since: int) -> None:
-    """Compute a request from its first token on and from a hit's end on, as `answer` does: CUDA takes some 80 ms to get to know
-    each length of a chunk, whoever computes it first.
+    """Compute a request from its first token on and from a hit's end on, as `answer` does: CUDA takes some 80 ms to get to
+    know each length of a chunk, whoever computes it first.
     """
     for depth in (0, since):
         layers = make_prompt_cache(model)

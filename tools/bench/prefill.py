@@ -28,17 +28,16 @@ BARS = {"turboquant:4": 1.05, "raw": 1.15}
 
 
 def compute(model: Any, tokens: list[int], layers: list[Any], since: int = 0, cache: PrefixCache | None = None) -> None:
-    """Compute the tokens from `since` on, as a server does: in chunks, whose stores are begun while they are computed."""
+    """Compute the tokens from `since` on, as a server does: in chunks, each of which a cache stores behind the next one."""
     prompt = cache.prompt(tokens, model="m") if cache is not None else None
     kept = since // 256 * 256
     for first, last in chunks(since, len(tokens), STEP):
         model(mx.array([tokens[first:last]]), cache=layers)
-        if cache is not None and prompt is not None:
-            mx.async_eval([layer.state for layer in layers])
-            cache.store_behind(prompt.first(last), layers, write_back_from=kept, snapshot=False)
-            kept = last // 256 * 256
         mx.eval([layer.state for layer in layers])
         mx.clear_cache()
+        if cache is not None and prompt is not None:
+            cache.store_behind(prompt.first(last), layers, write_back_from=kept, snapshot=False)
+            kept = last // 256 * 256
 
 
 def _prefill(model: Any, tokens: list[int], cache: PrefixCache | None) -> float:

@@ -19,7 +19,6 @@ import mlx.core as mx
 from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import CacheList, KVCache
 
-from prefixcache.codecs.interchange import on_cpu
 from prefixcache.keys import BLOCK
 from prefixcache.layers.classes import read_leaf
 from prefixcache.media import chunks
@@ -57,7 +56,7 @@ class RequestBatches:
         self._generated: list[Any] = []  # in the present step
         self._is_whole = True  # False while a call changes the batch that generates, or what came of it
         self._batches = Batches(self._watched, self._processed, *args, **options)
-        self._blocks = None if prompts.exact_prefill else BlockKeeper(self._batches, prompts, self._requests)
+        self._blocks = None if prompts.exact_prefill else BlockKeeper(self._batches, prompts)
         self.extract_cache, self.close = self._batches.extract_cache, self._batches.close
 
     @property
@@ -104,7 +103,7 @@ class RequestBatches:
             if response.finish_reason is not None:
                 self._forget(response.uid)
         if self._blocks is not None:
-            self._blocks.keep(prompt_responses, generated)
+            self._blocks.keep(prompt_responses, generated, self._requests)
         return prompt_responses, generated
 
     def _forget(self, uid: int) -> None:
@@ -196,18 +195,13 @@ def pieces_of(segments: Sequence[list[int]], at: int, step: int, points: Sequenc
 
 
 class BlockKeeper:
-    """Keeps the blocks that have become whole in a step of `batches`, and puts back what is stored of them. Those of a prompt
-    that a GPU computes alone are launched behind their chunk, before anything waits for it.
-    """
+    """Keeps the blocks that have become whole in a step of `batches`, and puts back what is stored of them."""
 
-    def __init__(self, batches: Batches, prompts: TenantPromptCache, requests: Mapping[int, TokenizedRequest | None]):
-        self._batches, self._prompts, self._requests = batches, prompts, requests
-        self._kept: dict[int, int] = {}  # by uid: the tokens that are kept, or came from the cache
-        self._totals: dict[int, int] = {}  # by uid: the tokens of the prompt
+    def __init__(self, batches: Batches, prompts: TenantPromptCache):
+        self._batches, self._prompts = batches, prompts
+        self._kept: dict[int, int] = {}  # by uid: the tokens whose blocks are kept, or came from the cache
         self._ends: dict[int, set[int]] = {}  # by uid: the tokens computed where the caller's segments end
         self._points: dict[int, list[int]] = {}  # by uid: where recurrent state is kept on the way
-        if not on_cpu():
-            batches.hear_of_chunks(self._keep_of_one)
 
     def pieces_of(self, begun: Begun) -> list[list[int]]:
         """Return the segments of a sequence in pieces that end where a block does, and where state is kept."""
@@ -219,49 +213,41 @@ class BlockKeeper:
         ends = [*accumulate(len(segment) for segment in begun.segments if segment)]
         self._ends[uid] = {*ends, ends[-1] - 1}
         self._points[uid] = begun.points
-        self._kept[uid], self._totals[uid] = len(begun.hit) // BLOCK * BLOCK, len(begun.hit) + ends[-1]
+        self._kept[uid] = len(begun.hit) // BLOCK * BLOCK
 
-    def keep(self, prompt_responses: Any, generated: Any) -> None:
+    def keep(self, prompt_responses: Any, generated: Any, requests: Mapping[int, TokenizedRequest | None]) -> None:
         """Keep what a step has made whole. A response's end of a segment is the caller's, not that of a piece."""
         self._prompts.hear_of_chunks(all_of_them=False)  # others wait for them
         for response in prompt_responses:
             if not response.end_of_prompt:
-                done, _ = response.progress
+                done, total = response.progress
                 ends = self._ends.get(response.uid, {done})
                 response.end_of_segment = response.end_of_segment and done in ends
-                self._keep(self._batches.prefilling, response.uid)
+                self._keep(self._batches.prefilling, response.uid, total - done, requests)
         for response in generated:
             if response.finish_reason is None:
-                self._keep(self._batches.generating, response.uid)
+                self._keep(self._batches.generating, response.uid, 0, requests)
 
     def forget(self, uid: int) -> None:
         """Hear that a sequence has gone."""
-        for of_sequences in (self._kept, self._totals, self._ends, self._points):
+        for of_sequences in (self._kept, self._ends, self._points):
             of_sequences.pop(uid, None)
 
-    def _keep_of_one(self) -> None:
-        """Keep the blocks of a chunk that the model was given, and may not have computed yet, of a prompt that is alone."""
-        batch = self._batches.prefilling
-        if len(batch.uids) == 1:
-            mx.async_eval([layer.state for layer in batch.prompt_cache])
-            self._keep(batch, batch.uids[0])
-
-    def _keep(self, batch: Any, uid: int) -> None:
-        """Keep the blocks of a sequence that have become whole, and the end of its prompt."""
+    def _keep(self, batch: Any, uid: int, to_come: int, requests: Mapping[int, TokenizedRequest | None]) -> None:
+        """Keep the blocks of a sequence that have become whole."""
         if uid not in batch.uids or uid not in self._kept:
             return
         i = batch.uids.index(uid)
-        tokens, kept = batch.tokens[i], self._kept[uid]
-        to_come = max(self._totals[uid] - len(tokens), 0)
-        whole, since = len(tokens) // BLOCK * BLOCK, kept // BLOCK * BLOCK
-        if whole > since or (to_come == 1 and len(tokens) > kept):
+        tokens, since = batch.tokens[i], self._kept[uid]
+        whole = len(tokens) // BLOCK * BLOCK
+        if whole > since or to_come == 1:
             layers = [_single(layer, i) for layer in batch.prompt_cache]
             ready = tokens if to_come == 1 else tokens[:whole]
             state = to_come <= BLOCK or whole in self._points[uid]
-            self._prompts.keep_blocks(self._requests[uid], ready, layers, since, state)
+            self._prompts.keep_blocks(requests[uid], ready, layers, since, state)
             for layer, single in zip(batch.prompt_cache, layers, strict=True):
                 _put_back(layer, i, single, since, whole)
-            self._kept[uid] = len(ready)
+            self._kept[uid] = whole
 
 
 def _single(batched: Any, i: int) -> Any:
@@ -338,12 +324,11 @@ def stream(
         for piece in pieces_of([list(prompt[:-1])], len(tokens), step, keeper.points):
             progress(done, len(prompt))
             model(mx.array([piece]), cache=layers)
-            mx.async_eval([layer.state for layer in layers])
+            mx.eval([layer.state for layer in layers])
+            mx.clear_cache()
             tokens += piece
             done += len(piece)
             keeper.keep(tokens, layers, len(prompt) - done)
-            mx.eval([layer.state for layer in layers])
-            mx.clear_cache()
     options["prompt_progress_callback"] = lambda computed, total: progress(done + computed, len(prompt))
     tokens.append(prompt[-1])
     for response in generate(model=model, tokenizer=tokenizer, prompt=list(prompt[-1:]), **options):

@@ -325,8 +325,8 @@ class Batches(BatchGenerator):
     """mlx-lm's batches, with names for what is done with their inside. `watched` gives a call in the place of one that
     changes the batch that generates; `processed` gets what a step gave, and returns it.
 
-    Private: the two batches, the model that one calls, the queue before them and the count of uids. Issue: none filed. Goes
-    when `BatchGenerator` survives a step that fails, lets a sequence begin again, and says when a chunk was launched.
+    Private: the two batches, the queue before them and the count of uids. Issue: none filed. Goes when `BatchGenerator`
+    survives a step that fails, and lets a sequence begin again.
     """
 
     def __init__(self, watched: Callable[[AnyCall], AnyCall], processed: AnyCall, *args: Any, **options: Any):
@@ -342,21 +342,6 @@ class Batches(BatchGenerator):
     @property
     def generating(self) -> Any:
         return self._generation_batch
-
-    def hear_of_chunks(self, given: Callable[[], None]) -> None:
-        """Have `given` called whenever the model was given a chunk of the prompts that are prefilled, before anything waits
-        for it.
-        """
-        batch = self._prompt_batch
-        model = batch.model
-
-        def compute(tokens: Any, cache: Any = None, **options: Any) -> Any:
-            logits = model(tokens, cache=cache, **options)
-            if cache is batch.prompt_cache:
-                given()
-            return logits
-
-        batch.model = compute
 
     def waiting(self) -> set[int]:
         """Return the uids whose prefill has not begun."""
