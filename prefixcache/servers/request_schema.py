@@ -204,8 +204,8 @@ class ChatRequest(GenerationRequest):
     ] = Field(description="The chat so far.")
     tools: list[Object] | None = Field(None, description="Tools that the model may call.")
     tool_choice: Annotated[
-        str | Object | None, Said('"auto", "none", "required", or an object that names a function')
-    ] = Field(None, description="`none` leaves the tools out; otherwise the choice is the model's, whatever it says.")
+        Literal["auto", "none"] | None, Said('"auto" or "none", since no answer is held to a call')
+    ] = Field(None, description="`none` leaves the tools out.")
     response_format: Annotated[ResponseFormat | None, Said('{"type": "text"}, since no answer is held to a schema')] = (
         Field(None, description="The form of the answer.")
     )

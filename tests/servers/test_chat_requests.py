@@ -71,7 +71,11 @@ def test_null_is_not_given_anywhere(served):
         ({"messages": [{"role": "assistant", "content": 1}]}, "messages must be a list of objects"),
         ({"n": 2}, "n must be 1, not 2"),
         ({"response_format": {"type": "json_object"}}, 'response_format must be {"type": "text"}'),
-        ({"tool_choice": 5}, 'tool_choice must be "auto", "none"'),
+        (
+            {"tool_choice": "required"},
+            'tool_choice must be "auto" or "none", since no answer is held to a call, not "required"',
+        ),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, 'tool_choice must be "auto" or "none"'),
         ({"chat_template_kwargs": {"tools": 5}}, "chat_template_kwargs.tools is not a variable"),
     ],
     ids=str,

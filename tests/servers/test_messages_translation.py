@@ -158,6 +158,7 @@ def test_what_was_meant_as_a_call_and_is_none_ends_a_turn():
 
 RESULT = {"type": "tool_result", "tool_use_id": "1"}
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}}
+PDF = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "AA=="}}
 IMAGE_PART = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
 
 
@@ -256,12 +257,8 @@ def test_tools_with_a_schema_are_the_chats_and_others_are_left_out():
     [
         ({}, {}),
         ({"tool_choice": {"type": "auto"}}, {}),
-        ({"tool_choice": {"type": "any"}}, {"tool_choice": "required"}),
         ({"tool_choice": {"type": "none"}}, {"tool_choice": "none"}),
-        (
-            {"tool_choice": {"type": "tool", "name": "count"}},
-            {"tool_choice": {"type": "function", "function": {"name": "count"}}},
-        ),
+        ({"output_config": {"effort": "low"}}, {"chat_template_kwargs": {"reasoning_effort": "low"}}),
         ({"stop_sequences": ["a"], "top_k": 3}, {"stop": ["a"], "top_k": 3}),
         ({"stream": True}, {"stream": True, "stream_options": {"include_usage": True}}),
         ({"thinking": {"type": "adaptive"}}, {"chat_template_kwargs": {"enable_thinking": True}}),
@@ -302,7 +299,14 @@ def test_fields_are_the_chats_by_its_names_and_those_it_has_not_are_left_out(giv
         ({"system": 3}, "^system must be a text or a list of blocks, not 3"),
         ({"tools": [{"input_schema": {}}]}, r"^tools\[0\]\.name must be a text, not null"),
         ({"tool_choice": "auto"}, "^tool_choice must be an object such as"),
-        ({"tool_choice": {}}, "^tool_choice.type must be auto, any, none or tool, not null"),
+        ({"tool_choice": {}}, "^tool_choice.type must be auto or none, since no answer is held to a call, not null"),
+        ({"tool_choice": {"type": "any"}}, '^tool_choice.type must be auto or none, .* not "any"'),
+        ({"tool_choice": {"type": "tool", "name": "count"}}, '^tool_choice.type must be auto or none, .* not "tool"'),
+        ({"output_config": {"format": {"type": "json_schema"}}}, "^output_config.format must be left out"),
+        (
+            {"messages": [said_by("user", PDF)]},
+            r'content\[0\]: a document of type "application/pdf" can\'t be read here; send its text',
+        ),
         ({"stop_sequences": ["", "a"]}, "^stop_sequences must be a list of strings"),
         ({"thinking": True}, "^thinking must be an object such as"),
         ({"thinking": {"type": 1}}, "^thinking.type must be enabled, adaptive or disabled, not 1"),

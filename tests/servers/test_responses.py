@@ -80,6 +80,7 @@ def test_an_agent_thinks_and_calls_tools_and_its_turn_is_hit(agent: Server):
     more = {"tools": [*TOOLS, {"type": "web_search"}], "max_output_tokens": 100}
     first = create(agent, items, **more)
     assert [item.type for item in first.output] == ["reasoning", "message", "function_call"]
+    assert first.usage.output_tokens_details.reasoning_tokens == 4
     thought, said, call = first.output
     assert (thought.content[0].text, said.content[0].text) == ("Hm, three.", "\n\nLet me count.")
     assert (call.name, call.arguments, first.status) == ("count", '{"to": 3}', "completed")

@@ -112,7 +112,7 @@ def test_tools_have_one_name_each_and_those_of_servers_are_left_out():
 def test_what_is_sampled_by_goes_through_and_what_is_the_responses_own_does_not():
     body = {"input": "x", "max_output_tokens": 5, "temperature": 0, "top_p": None, "store": True, "include": ["x"]}
     more = {"reasoning": {"effort": "low"}, "cache_salt": "s", "stream": True, "text": {"format": {"type": "text"}}}
-    assert API.chat_request(body | more | {"tool_choice": {"type": "function", "name": "f"}}) == {
+    assert API.chat_request(body | more | {"tool_choice": "none"}) == {
         "messages": [{"role": "user", "content": "x"}],
         "max_tokens": 5,
         "temperature": 0.0,
@@ -121,7 +121,7 @@ def test_what_is_sampled_by_goes_through_and_what_is_the_responses_own_does_not(
         "stream_options": {"include_usage": True},
         "chat_template_kwargs": {"reasoning_effort": "low"},
         "response_format": {"type": "text"},
-        "tool_choice": {"type": "function", "function": {"name": "f"}},
+        "tool_choice": "none",
     }
     chat = API.chat_request({"input": "x", "reasoning": {"effort": "none"}})
     assert chat["chat_template_kwargs"] == {"enable_thinking": False}

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from prefixcache.servers.apis import Api
 from prefixcache.servers.apis.messages import Messages
 from prefixcache.servers.apis.responses import Responses
 from prefixcache.servers.mlx_lm import translation
-from prefixcache.servers.mlx_lm.translation import Translation, stop_text
+from prefixcache.servers.mlx_lm.translation import ThoughtCount, Translation, stop_text
+
+THINKS_NOT = SimpleNamespace(has_thinking=False)
+MARKS = {"<": [1, 2], ">": [3]}  # of a thought, and their tokens
 
 
 class Http:
@@ -33,7 +39,9 @@ def streamed(api: Api, request: dict[str, Any], tokens: int) -> str:
     http = Http()
     sends = Translation(http, api, {**request, "stream": True})
     context = SimpleNamespace(prompt=[1, 2, 3], prompt_cache_count=1)
-    generator = SimpleNamespace(generate=lambda: (context, iter([SimpleNamespace(token=0)] * tokens)))
+    provider = SimpleNamespace(tokenizer=THINKS_NOT)
+    responses = iter([SimpleNamespace(token=0)] * tokens)
+    generator = SimpleNamespace(generate=lambda: (context, responses), model_provider=provider)
     completion = SimpleNamespace(response_generator=generator, request_id="chatcmpl-1", requested_model="m", body={})
 
     def answer() -> None:
@@ -43,6 +51,24 @@ def streamed(api: Api, request: dict[str, Any], tokens: int) -> str:
 
     sends.complete(completion, None, answer)
     return http.wfile.getvalue().decode()
+
+
+@given(st.lists(st.sampled_from(["<", ">", "x"]), max_size=12), st.booleans())
+def test_tokens_of_thoughts_are_counted_with_their_marks(said, begun):
+    tokenizer = SimpleNamespace(
+        has_thinking=True, think_start="<", think_end=">", encode=lambda mark, add_special_tokens: MARKS[mark]
+    )
+    count = ThoughtCount(tokenizer, [7, 3, *(MARKS["<"] if begun else [])])
+    for token in (token for each in said for token in MARKS.get(each, [9])):
+        count.add(token)
+    thoughts = re.findall(r"<[^>]*>?", "<" * begun + "".join(said))
+    assert count.tokens == sum(len(thought) + thought.count("<") for thought in thoughts) - 2 * begun
+
+
+def test_an_answer_without_marks_has_no_thoughts():
+    count = ThoughtCount(THINKS_NOT, [1])
+    count.add(1)
+    assert count.tokens == 0
 
 
 def names(sent: str) -> Iterator[str]:

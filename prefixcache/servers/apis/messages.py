@@ -46,11 +46,15 @@ class MessagesRequest(GenerationRequest):
         None, description="Tools with an `input_schema`; those that Anthropic's servers run are ignored."
     )
     tool_choice: Annotated[Json | None, Said('an object such as {"type": "auto"}')] = Field(
-        None, description="As in chats; `any` is `required` there."
+        None, description="Its `type` is `tool_choice` of chats."
     )
     stop_sequences: Annotated[
         list[Stop] | None, Field(max_length=STOPS), Said(f"a list of strings, {STOPS} at most")
     ] = Field(None, description="As `stop`.")
+    output_config: Annotated[Json | None, Said('an object such as {"effort": "low"}')] = Field(
+        None,
+        description="Its `effort` is the template's `reasoning_effort`. It has no `format`: none is held to a schema.",
+    )
     thinking: Annotated[Json | None, Said('an object such as {"type": "adaptive"}')] = Field(
         None, description="`disabled` is the template's `enable_thinking` false, any other type true."
     )
@@ -221,7 +225,8 @@ def _document(block: Json, where: str) -> Json:
     elif source.get("type") == "content":
         text = _only_text(source.get("content"), f"{where}.source.content")
     else:
-        raise RequestRefused(f"{where}.source.type {shown(source.get('type'))} can't be read here; send the text")
+        kind = source.get("media_type", source.get("type"))
+        raise RequestRefused(f"{where}: a document of type {shown(kind)} can't be read here; send its text")
     return {"type": "text", "text": _lines(block.get("title"), block.get("context"), text)}
 
 
@@ -320,13 +325,12 @@ def _ttl_of(block: Json, where: str) -> Iterator[str]:
 
 def _tool_choice(asked: Json) -> Any:
     """Return the chat's `tool_choice`; None for the one that it has without."""
-    choice = asked.get("tool_choice", {"type": "auto"})
-    kind = choice.get("type")
-    if kind == "tool":
-        return {"type": "function", "function": {"name": _text(choice, "name", "tool_choice")}}
-    if kind not in ("auto", "any", "none"):
-        raise RequestRefused(f"tool_choice.type must be auto, any, none or tool, not {shown(kind)}")
-    return {"auto": None, "any": "required", "none": "none"}[kind]
+    kind = asked.get("tool_choice", {"type": "auto"}).get("type")
+    if kind not in ("auto", "none"):
+        raise RequestRefused(
+            f"tool_choice.type must be auto or none, since no answer is held to a call, not {shown(kind)}"
+        )
+    return "none" if kind == "none" else None
 
 
 def _template_variables(asked: Json) -> Json | None:
@@ -337,6 +341,11 @@ def _template_variables(asked: Json) -> Json | None:
         if kind not in ("enabled", "adaptive", "disabled"):
             raise RequestRefused(f"thinking.type must be enabled, adaptive or disabled, not {shown(kind)}")
         variables.setdefault("enable_thinking", kind != "disabled")
+    wanted = asked.get("output_config", {})
+    if wanted.get("format") is not None:
+        raise RequestRefused("output_config.format must be left out, since no answer is held to a schema")
+    if isinstance(wanted.get("effort"), str):
+        variables.setdefault("reasoning_effort", wanted["effort"])
     return variables or None
 
 

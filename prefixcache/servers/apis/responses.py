@@ -42,9 +42,7 @@ class ResponsesRequest(GenerationRequest):
     tools: list[Json] | None = Field(
         None, description="Functions, custom tools and namespaces of them; tools that a server runs itself are ignored."
     )
-    tool_choice: Annotated[str | Json | None, Said('"auto", "none" or an object')] = Field(
-        None, description="As in chats."
-    )
+    tool_choice: str | Json | None = Field(None, description="As in chats.")
     text: Json | None = Field(None, description="Its `format` is `response_format` of chats.")
     reasoning: Json | None = Field(
         None,
@@ -70,7 +68,7 @@ class Responses:
         chat["tools"] = [tool.definition for tool in _tools(asked).values()] or None
         chat["max_tokens"] = asked.get("max_output_tokens")
         chat["response_format"] = (asked.get("text") or {}).get("format")
-        chat["tool_choice"] = _choice(asked.get("tool_choice"))
+        chat["tool_choice"] = asked.get("tool_choice")
         chat["chat_template_kwargs"] = _template_variables(asked)
         if chat.get("stream"):
             chat["stream_options"] = {"include_usage": True}
@@ -108,13 +106,6 @@ def _refuse_stored(asked: Json) -> None:
             raise RequestRefused(f"{name}: {KEEPS_NOTHING}")
     if asked.get("background"):
         raise RequestRefused("background must be false: an answer is given to the client that waits for it")
-
-
-def _choice(choice: Any) -> Any:
-    """Return a chat's `tool_choice`: there the name of a function is one level deeper."""
-    if isinstance(choice, dict) and choice.get("type") == "function" and "name" in choice:
-        return {"type": "function", "function": {"name": choice["name"]}}
-    return choice
 
 
 def _template_variables(asked: Json) -> Json | None:
@@ -498,16 +489,15 @@ def _begun(request: Json) -> Json:
 
 
 def _usage(usage: Json) -> Json:
-    """Return a chat's usage as this API has it. What is not cached is computed, and stored. Tokens of reasoning are not told
-    apart.
-    """
+    """Return a chat's usage as this API has it. What is not cached is computed, and stored."""
     prompt, generated = usage["prompt_tokens"], usage["completion_tokens"]
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    thoughts = (usage.get("completion_tokens_details") or {}).get("reasoning_tokens") or 0
     return {
         "input_tokens": prompt,
         "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": prompt - cached},
         "output_tokens": generated,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": thoughts},
         "total_tokens": prompt + generated,
     }
 

@@ -13,9 +13,36 @@ from prefixcache.servers.request_log import COUNTED
 from prefixcache.servers.request_schema import STOP_LIMIT
 
 CHAT_PATH = "/v1/chat/completions"
+THOUGHT_BEGUN = 16  # last tokens of a prompt among which a template begins a thought
 QUIET_SECONDS = (
     10.0  # without a word to the client, as while a long call of a tool is generated: then it hears that there is one
 )
+
+
+class ThoughtCount:
+    """Counts the tokens of an answer's thoughts, marks included. `prompt`: the tokens before it, which may have begun one."""
+
+    def __init__(self, tokenizer: Any, prompt: Sequence[int]):
+        marks = (tokenizer.think_start, tokenizer.think_end) if tokenizer.has_thinking else ("", "")
+        self._begin, self._end = ([*tokenizer.encode(mark, add_special_tokens=False)] if mark else [] for mark in marks)
+        self._last = deque[int](maxlen=max(len(self._begin), len(self._end)))
+        self._is_open, self.tokens = False, 0
+        for token in prompt[-THOUGHT_BEGUN:]:
+            self.add(token)
+        self.tokens = 0
+
+    def add(self, token: int) -> None:
+        """Count the next token."""
+        if not self._begin:
+            return
+        self._last.append(token)
+        last = list(self._last)
+        if self._is_open:
+            self.tokens += 1
+            self._is_open = last[-len(self._end) :] != self._end
+        elif last[-len(self._begin) :] == self._begin:
+            self.tokens += len(self._begin)
+            self._is_open = True
 
 
 class Translation:
@@ -33,6 +60,7 @@ class Translation:
         self._context: Any = None  # of the answer, once the prompt's turn has come
         self._has_begun = False
         self._sent_at = time.monotonic()
+        self._thoughts: ThoughtCount | None = None
         self._tokens: deque[int] = deque(maxlen=2 * STOP_LIMIT)  # the last ones of the answer
         self.wfile = self
         self.send_response, self.send_cors_headers = http.send_response, http.send_cors_headers
@@ -46,11 +74,14 @@ class Translation:
     def generate(self, *args: Any, **options: Any) -> Any:
         """Have the answer generated, as `Generator` does."""
         self._context, responses = self._generator.generate(*args, **options)
+        self._thoughts = ThoughtCount(self._generator.model_provider.tokenizer, list(self._context.prompt))
         return self._context, self._watch(responses)
 
     def _watch(self, responses: Iterable[Any]) -> Iterator[Any]:
         for response in responses:
             self._tokens.append(response.token)
+            if self._thoughts is not None:
+                self._thoughts.add(response.token)
             if self._events is not None and time.monotonic() - self._sent_at > QUIET_SECONDS:
                 self._keep_alive(self._events)
             yield response
@@ -123,7 +154,11 @@ class Translation:
         return {**named, "choices": [], "usage": usage}
 
     def _told_why(self, chat: Json) -> Json:
-        """Return a chunk or an answer that says by which of its `stop` texts it ended, as `stop_reason`."""
+        """Return a chunk or an answer that says by which of its `stop` texts it ended, as `stop_reason`, and how many of its
+        tokens were thoughts.
+        """
+        if chat.get("usage") and self._thoughts is not None:
+            chat["usage"]["completion_tokens_details"] = {"reasoning_tokens": self._thoughts.tokens}
         stops = self._completion.body.get("stop") or ()
         for choice in chat["choices"]:
             if choice.get("finish_reason") == "stop" and stops:
