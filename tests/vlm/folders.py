@@ -188,6 +188,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "position_embedding_size": 256,
             "default_output_length": 70,
         },
+        "audio_config": {
+            "hidden_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "subsampling_conv_channels": [8, 4],
+            "output_proj_dims": 32,
+        },
     },
 }
 
@@ -201,8 +208,8 @@ def save(family: str, folder: Path, seed: int = 0) -> Path:
     (folder / "config.json").write_text(json.dumps(config))
     module, _ = get_model_and_args(dict(config))
     model_config = module.ModelConfig.from_dict(dict(config))
-    for part in ("text", "vision"):
-        given = getattr(model_config, f"{part}_config")
+    for part in ("text", "vision", "audio"):
+        given = getattr(model_config, f"{part}_config", None)
         if isinstance(given, dict):
             cls = getattr(module, f"{part.capitalize()}Config")
             setattr(model_config, f"{part}_config", cls.from_dict(given))
@@ -228,6 +235,9 @@ def _save_processor(family: str, folder: Path) -> None:
         placed, processor = OF_GEMMA[family]
         about["chat_template"] = TEMPLATE.replace(IMAGE, placed)
         about["extra_special_tokens"] = {
+            "audio_token": "<|audio_pad|>",
+            "boa_token": "<|vision_start|>",
+            "eoa_token": "<|vision_end|>",
             "image_token": "<|image_pad|>",
             "boi_token": "<|vision_start|>",
             "eoi_token": "<|vision_end|>",

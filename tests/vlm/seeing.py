@@ -24,20 +24,31 @@ from prefixcache.tiers.prompt import Prompt
 from prefixcache.upstream import let_pictures_attend_behind_a_hit
 from tests.vlm import folders
 
-PLACEHOLDER = folders.IDS["<|image_pad|>"]
-GRID, PIXELS = "image_grid_thw", "pixel_values"
+KINDS = ("image", "video", "audio")  # mlx-vlm numbers them from 1 on
+PLACEHOLDERS = [folders.IDS[f"<|{kind}_pad|>"] for kind in KINDS]
+ARRAYS = {  # what an encoder is given
+    "image": ("pixel_values", "image_grid_thw"),
+    "video": ("pixel_values_videos", "video_grid_thw"),
+    "audio": ("input_features", "input_features_mask"),
+}
 
 
 class Inputs(NamedTuple):
-    """A prompt: its tokens, its media, and of each picture what the encoder is given. Prompts can be added."""
+    """A prompt: its tokens, its media, and of each of them what the encoder is given. Prompts can be added."""
 
     tokens: list[int] = []
     media: tuple[Media, ...] = ()
-    pictures: tuple[dict[str, mx.array], ...] = ()
+    arrays: tuple[dict[str, mx.array], ...] = ()
+
+    def all_of(self, name: str, start: int = 0) -> mx.array | None:
+        """Return this array of all media from a place on, or None where none has it."""
+        behind = zip(self.media, self.arrays, strict=True)
+        arrays = [given[name] for medium, given in behind if medium.start >= start and name in given]
+        return mx.concatenate(arrays) if arrays else None
 
     def __add__(self, more: Any) -> Inputs:
         moved = (replace(medium, start=medium.start + len(self.tokens)) for medium in more.media)
-        return Inputs(self.tokens + more.tokens, (*self.media, *moved), self.pictures + more.pictures)
+        return Inputs(self.tokens + more.tokens, (*self.media, *moved), self.arrays + more.arrays)
 
 
 class Answer(NamedTuple):
@@ -56,7 +67,7 @@ class SeeingModel:
         self.model, self.processor = mlx_vlm.load(str(folders.save(family, folder)))
         let_pictures_attend_behind_a_hit(self.model)
         self.new_layers = partial(make_prompt_cache, self.model.language_model)
-        self.whole = media_are_whole(self.model, PLACEHOLDER, self.new_layers)
+        self.whole = media_are_whole(self.model, PLACEHOLDERS[0], self.new_layers)
         self.is_recurrent = any(isinstance(layer, ArraysCache) for layer in self.new_layers())
 
     def text(self, text: str) -> Inputs:
@@ -66,13 +77,27 @@ class SeeingModel:
         """Return the tokens of a picture of noise, those around its placeholders included."""
         noise = np.random.default_rng(seed).integers(0, 255, (height, width, 3), np.uint8)
         placed = folders.OF_GEMMA[self.family][0] if self.family in folders.OF_GEMMA else folders.IMAGE
-        arrays = self.processor(text=[placed], images=[Image.fromarray(noise)], add_special_tokens=False)
-        tokens = np.array(arrays["input_ids"])[0].tolist()
-        given = {name: mx.array(arrays[name]) for name in (PIXELS, GRID) if name in arrays}
-        digest = media_digest("image", [np.array(array) for array in given.values()])
-        start, length = tokens.index(PLACEHOLDER), tokens.count(PLACEHOLDER)
-        positions = max(1, *(given[GRID][0, 1:] // 2).tolist()) if GRID in given else None
-        return Inputs(tokens, (Media(start, length, digest, positions, self.whole),), (given,))
+        return self._medium("image", placed, images=[Image.fromarray(noise)])
+
+    def video(self, seed: int, frames: int = 8) -> Inputs:
+        """Return the tokens of a video of noise."""
+        noise = np.random.default_rng(seed).integers(0, 255, (frames, 3, 112, 168), np.uint8)
+        return self._medium("video", folders.IMAGE.replace("image", "video"), videos=[noise])
+
+    def sound(self, seed: int, seconds: float = 2.0) -> Inputs:
+        """Return the tokens of a sound of noise."""
+        noise = np.random.default_rng(seed).standard_normal(int(16000 * seconds)).astype(np.float32)
+        return self._medium("audio", "<|audio_pad|>", audio=[noise])
+
+    def _medium(self, kind: str, placed: str, **given: Any) -> Inputs:
+        prepared = self.processor(text=[placed], add_special_tokens=False, **given)
+        tokens, placeholder = np.array(prepared["input_ids"])[0].tolist(), PLACEHOLDERS[KINDS.index(kind)]
+        arrays = {name: mx.array(prepared[name]) for name in ARRAYS[kind] if name in prepared}
+        digest = media_digest(kind, [np.array(array) for array in arrays.values()])
+        grids = [np.array(array)[0] for name, array in arrays.items() if name.endswith("grid_thw")]
+        positions = max(int(grids[0][0]), *(grids[0][1:] // 2).tolist()) if grids else None
+        span = tokens.index(placeholder), tokens.count(placeholder)
+        return Inputs(tokens, (Media(*span, digest, positions, self.whole),), (arrays,))
 
     def answer(self, inputs: Inputs, cache: PrefixCache, prompt: Prompt, more: int = 12) -> Answer:
         """Answer a prompt of this cache greedily, and store it with its answer. `inputs` has its media; where the prompt has
@@ -108,25 +133,22 @@ class SeeingModel:
         """Return what the language model is given of the tokens behind a hit. The encoder sees no picture that was hit."""
         language_model, ids = self.model.language_model, mx.array([inputs.tokens])
         begun = next((medium.start for medium in inputs.media if medium.start < depth < medium.end), depth)
-        pictures = [given for medium, given in zip(inputs.media, inputs.pictures, strict=True) if medium.start >= begun]
-        arrays = {name: mx.concatenate([given[name] for given in pictures]) for name in (pictures or [{}])[0]}
-        rest = ids[:, begun:]
-        pixels = arrays.pop(PIXELS, None)
-        given = self.model.get_input_embeddings(rest, pixels, mask=mx.ones_like(rest), **arrays).to_dict()
+        arrays = {name: inputs.all_of(name, begun) for names in ARRAYS.values() for name in names}
+        rest, pixels = ids[:, begun:], arrays.pop("pixel_values")
+        of_media = {name: array for name, array in arrays.items() if array is not None}
+        given = self.model.get_input_embeddings(rest, pixels, mask=mx.ones_like(rest), **of_media).to_dict()
         given = {name: value for name, value in given.items() if value is not None} | {"ids": rest}
-        given["mm_token_type_ids"] = (rest == PLACEHOLDER).astype(mx.int32)
+        given["mm_token_type_ids"] = sum(number * (rest == token) for number, token in enumerate(PLACEHOLDERS, 1))
         given.pop("attention_mask_4d", None)
-        hidden = int(given["mm_token_type_ids"][:, : depth - begun].sum())
+        hit = depth - begun  # of the medium inside which the hit ends
         if "deepstack_visual_embeds" in given:
-            given["deepstack_visual_embeds"] = [array[hidden:] for array in given["deepstack_visual_embeds"]]
+            given["deepstack_visual_embeds"] = [array[hit:] for array in given["deepstack_visual_embeds"]]
         for name in ("ids", "inputs_embeds", "mm_token_type_ids", "visual_pos_masks", "per_layer_inputs"):
             if name in given:
-                given[name] = given[name][:, depth - begun :]
+                given[name] = given[name][:, hit:]
         if hasattr(language_model, "get_rope_index"):
-            grids = [picture[GRID] for picture in inputs.pictures]
-            positions, given["rope_deltas"] = language_model.get_rope_index(
-                ids, mx.concatenate(grids) if grids else None, None, mx.ones_like(ids)
-            )
+            grids = inputs.all_of("image_grid_thw"), inputs.all_of("video_grid_thw")
+            positions, given["rope_deltas"] = language_model.get_rope_index(ids, *grids, mx.ones_like(ids))
             given["position_ids"] = positions[..., depth:]
         return given
 

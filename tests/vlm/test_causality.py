@@ -1,6 +1,7 @@
 """Which models' prompts can be hit, and in which a medium's tokens attend to each other: tried on models of mlx-vlm's."""
 
 from functools import partial
+from importlib.util import find_spec, module_from_spec
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -9,7 +10,7 @@ import pytest
 from mlx_vlm.models import paligemma
 from mlx_vlm.models.base import InputEmbeddingsFeatures
 from mlx_vlm.models.cache import make_prompt_cache
-from mlx_vlm.models.gemma4.language import Gemma4TextModel
+from mlx_vlm.models.gemma4 import language
 
 from prefixcache import upstream
 from prefixcache.servers import causality
@@ -21,7 +22,11 @@ PLACEHOLDER = folders.IDS["<|image_pad|>"]
 
 @pytest.fixture(autouse=True)
 def as_mlx_vlm_has_it(monkeypatch):
-    monkeypatch.setattr(Gemma4TextModel, upstream.OVERLAY, vars(Gemma4TextModel)[upstream.OVERLAY])
+    """The overlay that mlx-vlm came with, whatever was patched before."""
+    module = find_spec(language.__name__)
+    fresh = module_from_spec(module)
+    module.loader.exec_module(fresh)
+    monkeypatch.setattr(language.Gemma4TextModel, upstream.OVERLAY, vars(fresh.Gemma4TextModel)[upstream.OVERLAY])
 
 
 def tried(model):
