@@ -416,7 +416,7 @@ class StoreCall:
             graph, counters = storage.graph, storage.counters
             walk = self.prompt.walk(self._namespace)
             depth = self.prompt.hit_depth(walk, graph.last, self._limit)
-            if depth == self.prompt.terms.turn_end and not (self.plan.lossless or self.plan.snapshots):
+            if 0 < depth == self.prompt.terms.turn_end and not (self.plan.lossless or self.plan.snapshots):
                 self._end_turn(walk.nodes)
             required = required_images(walk, depth, graph.last)
             graph.recency.request_ended(required)
