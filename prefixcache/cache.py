@@ -563,7 +563,7 @@ class PrefixCache:
             fetched, depth = taken_by_all(self.ranks, prompt, leave, decode)
         else:
             fetched, depth = decode(self._worth(prompt, leave))
-        prompt.given_rows.tokens = depth
+        prompt.given_rows.tokens = prompt.given_rows.state = depth
         self._count(prompt, depth, 0 if fetched is None else fetched.hot)
         duration = durations.fetch_hit if fetched is not None else durations.fetch_miss
         duration.observe(time.monotonic() - began)

@@ -25,7 +25,8 @@ class Plane(NamedTuple):
 
 
 class Stream(NamedTuple):
-    """One run of rows of a model's cache: layer `layer` of `layers`, its keys or values, `heads` rows of `width` each.
+    """One run of rows of a model's cache: layer `layer` of `layers`, its keys or values, `heads` rows of `width` each; or the
+    rows of a layer's recurrent state, which belong to no token.
 
     `other_width` is the width of the layer's other part (values for keys, keys for values); `dtype` is MLX's name of
     the element type, such as "bfloat16".
@@ -33,7 +34,7 @@ class Stream(NamedTuple):
 
     layer: int
     layers: int
-    part: Literal["keys", "values"]
+    part: Literal["keys", "values", "state"]
     heads: int
     width: int
     other_width: int

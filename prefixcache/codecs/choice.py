@@ -15,7 +15,7 @@ from prefixcache.codecs.turboquant.codec import TurboQuant
 _CODECS: dict[str, type[Raw] | type[TurboQuant]] = {codec().spec()["name"]: codec for codec in (Raw, TurboQuant)}
 _REMEDY = (
     'write "raw", "transform", "transform:3.5", "turboquant", "turboquant:4", "turboquant:4:3" or '
-    '"turboquant:4:3:plain", with fp16_layers=2, sink_tokens=4 or seed=1 after it, each once'
+    '"turboquant:4:3:plain", with fp16_layers=2, sink_tokens=4, state_bits=8 or seed=1 after it, each once'
 )
 
 
@@ -36,8 +36,9 @@ def codec_from_spec(spec: Mapping[str, Any]) -> Codec:
         raise ValueError(f"codec {name!r} version {version!r}: this release reads version {ours} only")
     chosen = {key: value for key, value in spec.items() if key not in ("name", "version")}
     wanted = {field.name for field in fields(kind)}
-    if chosen.keys() != wanted:
-        odd = ", ".join(sorted(map(str, chosen.keys() ^ wanted)))
+    unsaid = wanted - chosen.keys() - {"state_bits"}  # the usual goes without saying
+    if unsaid or chosen.keys() - wanted:
+        odd = ", ".join(sorted(map(str, unsaid | (chosen.keys() - wanted))))
         raise ValueError(f"codec {name!r}: its parameters are {', '.join(sorted(wanted)) or 'none'}; check {odd}")
     return kind(**chosen)
 
@@ -69,8 +70,8 @@ def as_codec(value: Any) -> Codec | None:
     """Return the codec that `value` means; None for None.
 
     Text is a name and numbers: raw; transform:quality; turboquant:key_bits:value_bits (one number is for both), then any
-    of plain (no levelling), fp16_layers=N, sink_tokens=N, seed=N. Of a spec (a table in TOML), fields that are left out have
-    their defaults. TypeError and ValueError name the value and the remedy.
+    of plain (no levelling), fp16_layers=N, sink_tokens=N, state_bits=N, seed=N. Of a spec (a table in TOML), fields that are
+    left out have their defaults. TypeError and ValueError name the value and the remedy.
     """
     if value is None or (not isinstance(value, type) and isinstance(value, Codec)):
         return value
@@ -112,7 +113,7 @@ def _option(text: str) -> tuple[str, Any]:
     name, _, value = text.partition("=")
     if text == "plain":
         return "levelling", False
-    if name in ("fp16_layers", "sink_tokens", "seed") and _is_number(value):
+    if name in ("fp16_layers", "sink_tokens", "state_bits", "seed") and _is_number(value):
         return name, int(value)
     raise ValueError(text)
 

@@ -112,6 +112,17 @@ def copy_into(array: mx.array | Array, targets: Sequence[Array]) -> None:
     share_out(len(targets), 1, elements.nbytes // WORTH_A_THREAD, copy)
 
 
+class CopyOut(NamedTuple):
+    """Encoded rows or levels, and the parts of an image's tensors that take them one after the other."""
+
+    array: mx.array | Array
+    targets: list[Array]
+
+    def run(self) -> None:
+        """Copy, once they are encoded. On any thread."""
+        copy_into(self.array, self.targets)
+
+
 def bring_in(array: Array, dtype: str) -> mx.array:
     """Return a NumPy array of the bits of `dtype` as an MLX array: a copy, same shape."""
     kind = element(dtype)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 CACHE_MODULES = ("mlx_lm.models.cache.", "mlx_vlm.models.cache.")  # the same names and attributes in both
 PLAIN_CACHE = CACHE_MODULES[0] + "KVCache"
 LISTS = tuple(module + "CacheList" for module in CACHE_MODULES)
+RECURRENT = tuple(module + "ArraysCache" for module in CACHE_MODULES)
 PARTS = ("keys", "values")
 
 Layout = dict[str, Any]

@@ -16,7 +16,7 @@ import numpy as np
 
 from prefixcache.codecs import RawRows
 from prefixcache.codecs.base import Encoding, side_by_side
-from prefixcache.codecs.interchange import Array, borrow, copy_into, on_cpu
+from prefixcache.codecs.interchange import CopyOut, borrow, on_cpu
 from prefixcache.codecs.levels import Levels, neutral
 from prefixcache.codecs.turboquant.coding import run_at, spans_of
 from prefixcache.codecs.turboquant.measure_levels import measure_levels
@@ -64,17 +64,6 @@ def evaluate(leaves: Iterable[Leaf]) -> None:
     leaves = list(leaves)
     mx.eval([leaf.arrays for leaf in leaves], [arrays_in(leaf.state) for leaf in leaves])
     mx.eval([(leaf.codes.codes, leaf.codes.scales) for leaf in leaves if leaf.codes is not None])
-
-
-class CopyOut(NamedTuple):
-    """Encoded rows or levels, and the parts of tensors that take them one after the other."""
-
-    array: mx.array | Array
-    targets: list[Array]
-
-    def run(self) -> None:
-        """Copy, once they are encoded. On any thread."""
-        copy_into(self.array, self.targets)
 
 
 def encode(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -18,15 +18,17 @@ import numpy as np
 
 from prefixcache.blocks.masks import extra_of, mask_of
 from prefixcache.blocks.node import Window
-from prefixcache.codecs import Codec, RawRows, RowCodec, Stream
+from prefixcache.codecs import Codec, Raw, RawRows, RowCodec, Stream
 from prefixcache.codecs.interchange import element
 from prefixcache.codecs.transform.codec import Calibrated
 from prefixcache.codecs.transform.coding import GroupCoder
 from prefixcache.image_format import DTYPES, Image, Spec
 from prefixcache.keys import BLOCK, canonical
 from prefixcache.layers import snapshots
-from prefixcache.layers.adapters import LISTS, PLAIN_CACHE, CacheError, Layout, Leaf, adapter_of, class_path
+from prefixcache.layers.adapters import LISTS, PLAIN_CACHE, RECURRENT, CacheError, Layout, Leaf, adapter_of, class_path
 from prefixcache.layers.classes import check_kept, find_class, read_leaf
+
+LEAST_ROWS = 32  # of a head's recurrent state; what has fewer is a convolution's last inputs
 
 
 class Coding(NamedTuple):
@@ -205,6 +207,7 @@ class Plan:
                 self.leaves.append(leaf)
                 self.layer_of.append(index)
         self.snapshots = [i for i, leaf in enumerate(self.leaves) if leaf["kind"] == "snapshot"]
+        self._codec = codec
         codings = [
             _codings(leaf, layer, len(self.layers), codec)
             for leaf, layer in zip(self.leaves, self.layer_of, strict=True)
@@ -218,8 +221,9 @@ class Plan:
         self.joined = _joined(self.leaves, self.layer_of, len(self.layers), codec)
         # Where a joined stream stands: (leaf, stream) -> its group, and its number there.
         self.joined_places = {at: (j, n) for j, joined in enumerate(self.joined) for n, at in enumerate(joined.streams)}
-        # Where no row is coded, a tail's are no other than a block's.
-        self.lossless = not self.joined and not any(c.is_coded for streams in codings for c in streams)
+        # Where neither rows nor state are coded, a tail's rows are no other than a block's.
+        exact_state = not self.snapshots or isinstance(codec, Raw)
+        self.lossless = exact_state and not self.joined and not any(c.is_coded for streams in codings for c in streams)
         as_they_are = [[coding.as_it_is() for coding in streams] for streams in codings]
         self.sink_tokens = codec.sink_tokens
         sunk = [
@@ -297,8 +301,27 @@ class Plan:
         named = []
         for i in self.snapshots:
             name = f"layer {self.layer_of[i]} ({self.leaves[i]['class'].rsplit('.', 1)[-1]})"
-            named.append((name, leaves[i].state))
+            named.append((name, leaves[i].state, partial(self.state_codec, i)))
         return snapshots.describe_state(named)
+
+    def stored_state(self, snapshot: Image) -> snapshots.StoredState:
+        return snapshots.StoredState(snapshot, self._state_codecs())
+
+    def _state_codecs(self) -> list[snapshots.CodecOf]:
+        return [partial(self.state_codec, i) for i in self.snapshots]
+
+    def state_codec(self, leaf: int, shape: Sequence[int], dtype: str) -> RowCodec | None:
+        """Return the codec of the rows of a snapshot leaf's array, if it is recurrent state (1, heads, rows, width) that is
+        coded.
+        """
+        if self.leaves[leaf]["class"] not in RECURRENT or len(shape) != 4:
+            return None
+        batch, heads, rows, width = shape
+        if batch != 1 or heads < 1 or rows < LEAST_ROWS:
+            return None
+        stream = Stream(self.layer_of[leaf], len(self.layers), "state", heads, width, width, dtype)
+        codec = self._codec.row_codec(stream)
+        return None if isinstance(codec, RawRows) else codec
 
     def kept_tokens(self, window: int, start: int, tokens: int) -> int:
         """Count how many of a block's tokens have `kept` rows in its rows image."""
@@ -349,7 +372,7 @@ class Plan:
         if meta.kind != kind or meta.start != start:
             return False
         if kind == "snapshot":
-            return snapshots.fits(meta.extra, tensors, len(self.snapshots), tokens)
+            return snapshots.fits(meta.extra, tensors, self._state_codecs(), tokens)
         if kind == "window" and meta.extra != extra_of(mask):
             return False
         shapes = {name: (array.dtype, array.shape) for name, array in tensors.items()}

@@ -13,7 +13,6 @@ from prefixcache.image_format import Image
 from prefixcache.layers import levels, live_codes
 from prefixcache.layers.adapters import PARTS, Layout, adapter_of, blank
 from prefixcache.layers.classes import find_class
-from prefixcache.layers.snapshots import leaf_state
 from prefixcache.layers.stacks import RowRun
 from prefixcache.layers.stored_rows import StoredRows, pieces_of
 
@@ -38,7 +37,8 @@ class Restorer:
         live: bool = False,
         decoded: Streams | None = None,
     ):
-        self._rows, self._plan, self._snapshot, self._spare_tokens = rows, rows.plan, snapshot, spare_tokens
+        self._rows, self._plan, self._spare_tokens = rows, rows.plan, spare_tokens
+        self._state = self._plan.stored_state(snapshot) if snapshot is not None else None
         self._live, self._decoded = live, decoded
 
     def layers(self, numbers: Sequence[int]) -> list[Any]:
@@ -56,8 +56,8 @@ class Restorer:
             return blank(find_class(layer["class"]), {"caches": tuple(children) if layer["tuple"] else children})
         leaf = next(leaves)
         if layer["kind"] == "snapshot":
-            assert self._snapshot is not None
-            return blank(find_class(layer["class"]), leaf_state(self._snapshot, self._plan.snapshots.index(leaf)))
+            assert self._state is not None
+            return blank(find_class(layer["class"]), self._state.leaf(self._plan.snapshots.index(leaf)))
         choice = live_codes.choice_of(self._plan, leaf) if self._live else None
         return self._of_stored_class(leaf) if choice is None else self._compressed(leaf, choice)
 

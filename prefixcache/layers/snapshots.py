@@ -1,44 +1,86 @@
 """The state of layers that can't be cut by token, as a snapshot's header describes it, and back.
 
 A description is JSON. None, bool, int, float and str stand for themselves; all else is a list of a kind and its content:
-["array", number], ["float", "inf"], ["list" or "tuple", items], ["dict", items by key]. Arrays are tensors `s<number>`.
+["array", number], ["float", "inf"], ["list" or "tuple", items], ["dict", items by key]. Arrays are tensors `s<number>`, as
+they are; recurrent state is coded as rows are (decision 0053), those of a head with levels of their own: `s<number>.<plane>`.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
-from prefixcache.codecs.interchange import borrow, bring_in, element, name_of
-from prefixcache.image_format import Image, Spec
+from prefixcache.codecs import RowCodec
+from prefixcache.codecs.interchange import CopyOut, borrow, bring_in, element, name_of
+from prefixcache.codecs.levels import Levels, PackedLevels
+from prefixcache.image_format import DTYPES, Image, Spec
+from prefixcache.keys import canonical
 from prefixcache.layers.adapters import CacheError
+
+Tensors = dict[str, np.ndarray]  # an image's, by name
+
+
+Shape = Sequence[int]
+CodecOf = Callable[[Shape, str], RowCodec | None]  # of an array of this shape and dtype; None: it stays as it is
 
 
 class State(NamedTuple):
-    """Snapshot layers, described: JSON with the arrays taken out, and the arrays in order."""
+    """Snapshot layers, described: JSON with the arrays taken out; and the arrays in order, with what codes their rows."""
 
     described: list[Any]
     arrays: list[mx.array]
+    codecs: list[RowCodec | None]
+
+    @property
+    def is_coded(self) -> bool:
+        return any(self.codecs)
+
+    @property
+    def extra(self) -> str:
+        """What the image's header says."""
+        said: dict[str, Any] = {"state": self.described, "dtypes": [name_of(array.dtype) for array in self.arrays]}
+        if self.is_coded:
+            coded = zip(self.arrays, self.codecs, strict=True)
+            said["coded"] = [None if codec is None else list(array.shape) for array, codec in coded]
+        return canonical(said)
 
     def specs(self) -> list[Spec]:
-        return [Spec(f"s{i}", element(name_of(a.dtype)).safetensors, tuple(a.shape)) for i, a in enumerate(self.arrays)]
+        of_arrays = zip(self.arrays, self.codecs, strict=True)
+        return [spec for i, (array, codec) in enumerate(of_arrays) for spec in _specs(i, array, codec)]
 
 
-def describe_state(leaves: Sequence[tuple[str, dict[str, Any]]]) -> State:
-    """Describe all attributes of leaves, each given with the name that errors have for it. CacheError for one that can't be
-    kept.
+def _specs(number: int, array: mx.array, codec: RowCodec | None) -> Iterator[Spec]:
+    if codec is None:
+        yield Spec(f"s{number}", element(name_of(array.dtype)).safetensors, tuple(array.shape))
+    else:
+        yield from _coded_specs(number, array.shape, codec)
+
+
+def _coded_specs(number: int, shape: Shape, codec: RowCodec) -> Iterator[Spec]:
+    """Return the tensors of a coded array (1, heads, rows, width)."""
+    _, heads, rows, width = shape
+    for plane in codec.planes:
+        yield Spec(f"s{number}.{plane.name}", plane.dtype, (rows, heads, *plane.shape))
+    if codec.levelled:
+        yield Spec(f"s{number}.root", "U8", (heads, width))
+
+
+def describe_state(leaves: Sequence[tuple[str, dict[str, Any], CodecOf]]) -> State:
+    """Describe all attributes of leaves, each given with the name that errors have for it and what codes its arrays.
+    CacheError for one that can't be kept.
     """
     arrays: list[mx.array] = []
-    described = [
-        {name: _describe(value, arrays, f"{leaf}.{name}") for name, value in attributes.items()}
-        for leaf, attributes in leaves
-    ]
-    return State(described, arrays)
+    described: list[Any] = []
+    codecs: list[RowCodec | None] = []
+    for leaf, attributes, codec_of in leaves:
+        described.append({name: _describe(value, arrays, f"{leaf}.{name}") for name, value in attributes.items()})
+        codecs += [codec_of(array.shape, name_of(array.dtype)) for array in arrays[len(codecs) :]]
+    return State(described, arrays, codecs)
 
 
 def _describe(value: Any, arrays: list[mx.array], at: str) -> Any:
@@ -61,54 +103,108 @@ def _describe(value: Any, arrays: list[mx.array], at: str) -> Any:
     )
 
 
-def write_state(state: State, tensors: dict[str, np.ndarray]) -> None:
-    for i, array in enumerate(state.arrays):
-        tensors[f"s{i}"][...] = borrow(array)
+class EncodedState(NamedTuple):
+    """Copies that are left to be made, as `encode` leaves some; and live arrays, each with what a fetch gives of it."""
+
+    copies: list[CopyOut]
+    decoded: list[tuple[mx.array, mx.array]]
 
 
-def leaf_state(snapshot: Image, number: int) -> dict[str, Any]:
-    """Return the attributes of one of a snapshot's leaves."""
-    meta, tensors = snapshot.header()
-    header = json.loads(meta.extra)
-    return {name: _revived(value, tensors, header["dtypes"]) for name, value in header["state"][number].items()}
+def encode_state(state: State, tensors: Tensors, *, decoded: bool) -> EncodedState:
+    """Write a state's arrays into its image's tensors, and where it is said, decode what was coded."""
+    copies, back = [], []
+    for i, (array, codec) in enumerate(zip(state.arrays, state.codecs, strict=True)):
+        if codec is None:
+            tensors[f"s{i}"][...] = borrow(array)
+            continue
+        encoded = codec.encode_blocks(array[0], 1, (), [0] if codec.levelled else (), decoded)
+        for plane, values in zip(codec.planes, encoded.planes, strict=True):
+            copies.append(CopyOut(values, [tensors[f"s{i}.{plane.name}"]]))
+        if encoded.levels is not None:
+            mx.async_eval(encoded.levels)
+            copies.append(CopyOut(encoded.levels.steps, [tensors[f"s{i}.root"]]))
+        if encoded.decoded is not None:
+            back.append((array, encoded.decoded[None]))
+    return EncodedState(copies, back)
 
 
-def leaf_nbytes(snapshot: Image, number: int) -> int:
-    """Return the bytes of the arrays of one of a snapshot's leaves."""
-    meta, tensors = snapshot.header()
-    described = json.loads(meta.extra)["state"][number].values()
-    return sum(tensors[f"s{array}"].nbytes for value in described for array in _array_numbers(value))
+class StoredState:
+    """The state that a snapshot has. `codecs` are those of its leaves' arrays."""
+
+    def __init__(self, snapshot: Image, codecs: Sequence[CodecOf]):
+        meta, self._tensors = snapshot.header()
+        header = json.loads(meta.extra)
+        self._leaves, self._dtypes, self._codecs = header["state"], header["dtypes"], codecs
+        self._coded = header.get("coded", [None] * len(self._dtypes))
+
+    def leaf(self, number: int) -> dict[str, Any]:
+        """Return the attributes of one of the leaves."""
+        return {name: self._revived(value, self._codecs[number]) for name, value in self._leaves[number].items()}
+
+    def beside(self, state: State) -> list[tuple[mx.array, mx.array]]:
+        """Return a live cache's arrays, each with what is stored of it; none where another state is stored."""
+        if self._leaves != state.described:
+            return []
+        of_leaves = zip(self._leaves, self._codecs, strict=True)
+        numbers = [(i, codec_of) for leaf, codec_of in of_leaves for i in _arrays_of(leaf)]
+        pairs = [(state.arrays[i], self._array(i, codec_of)) for i, codec_of in numbers]
+        alike = all((live.shape, live.dtype) == (stored.shape, stored.dtype) for live, stored in pairs)
+        return pairs if alike else []
+
+    def leaf_nbytes(self, number: int) -> int:
+        """Return the bytes of the arrays of one of the leaves."""
+        owners = {f"s{i}" for i in _arrays_of(self._leaves[number])}
+        return sum(tensor.nbytes for name, tensor in self._tensors.items() if name.split(".")[0] in owners)
+
+    def _array(self, number: int, codec_of: CodecOf) -> mx.array:
+        dtype, shape = self._dtypes[number], self._coded[number]
+        if shape is None:
+            return bring_in(self._tensors[f"s{number}"], dtype)
+        codec, levels = codec_of(shape, dtype), None
+        assert codec is not None
+        if codec.levelled:
+            levels = Levels.unpacked(PackedLevels(None, self._tensors[f"s{number}.root"]))
+        planes = [self._tensors[f"s{number}.{plane.name}"] for plane in codec.planes]
+        return codec.decode(planes, len(planes[0]), levels)[None]
+
+    def _revived(self, value: Any, codec_of: CodecOf) -> Any:
+        """Return the value that was described so, with its arrays."""
+        if not isinstance(value, list):
+            return value
+        kind, content = value
+        if kind == "array":
+            return self._array(content, codec_of)
+        if kind == "float":
+            return float(content)
+        if kind == "dict":
+            return {k: self._revived(v, codec_of) for k, v in content.items()}
+        items = [self._revived(v, codec_of) for v in content]
+        return tuple(items) if kind == "tuple" else items
 
 
-def _revived(value: Any, tensors: dict[str, np.ndarray], dtypes: list[str]) -> Any:
-    """Return the value that was described so, with its arrays."""
-    if not isinstance(value, list):
-        return value
-    kind, content = value
-    if kind == "array":
-        return bring_in(tensors[f"s{content}"], dtypes[content])
-    if kind == "float":
-        return float(content)
-    if kind == "dict":
-        return {k: _revived(v, tensors, dtypes) for k, v in content.items()}
-    items = [_revived(v, tensors, dtypes) for v in content]
-    return tuple(items) if kind == "tuple" else items
-
-
-def fits(extra: str, tensors: dict[str, np.ndarray], leaves: int, tokens: int) -> bool:
-    """Tell whether a snapshot, with so many tokens behind its block, describes the state of so many leaves by arrays
-    that it has.
+def fits(extra: str, tensors: Tensors, codecs: Sequence[CodecOf], tokens: int) -> bool:
+    """Tell whether a snapshot, with so many tokens behind its block, describes the state of the leaves whose arrays are coded
+    by these, and has the tensors of just these arrays.
     """
-    arrays = {name: array for name, array in tensors.items() if name != "tokens"}
-    if len(tensors) == len(arrays) or tensors["tokens"].shape != (tokens,):
-        return False
     try:
         described = json.loads(extra)
         state, dtypes = described["state"], described["dtypes"]
-        if not (len(state) == leaves and len(dtypes) == len(arrays)):
+        coded = described.get("coded", [None] * len(dtypes))
+        if not (len(state) == len(codecs) and len(dtypes) == len(coded)):
             return False
-        sound = all(_is_described(value, len(dtypes)) for leaf in state for value in leaf.values())
-        return sound and all(arrays[f"s{i}"].dtype == element(name).numpy for i, name in enumerate(dtypes))
+        wanted: dict[str, tuple[np.dtype[Any], Shape]] = {"tokens": (DTYPES["I64"], (tokens,))}
+        for i, name in enumerate(dtypes):
+            if coded[i] is None:
+                wanted[f"s{i}"] = element(name).numpy, tensors[f"s{i}"].shape
+        for leaf, codec_of in zip(state, codecs, strict=True):
+            if not all(_is_described(value, len(dtypes)) for value in leaf.values()):
+                return False
+            for i in _arrays_of(leaf):
+                if coded[i] is not None:
+                    codec = codec_of(coded[i], dtypes[i]) if all(type(n) is int for n in coded[i]) else None
+                    specs = _coded_specs(i, coded[i], codec) if codec is not None else ()
+                    wanted |= {spec.name: (DTYPES[spec.dtype], spec.shape) for spec in specs}
+        return wanted == {name: (array.dtype, array.shape) for name, array in tensors.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return False
 
@@ -124,6 +220,11 @@ def _is_described(value: Any, arrays: int) -> bool:
         return content in ("inf", "-inf", "nan")
     items = content.values() if kind == "dict" else content
     return kind in ("dict", "list", "tuple") and all(_is_described(item, arrays) for item in items)
+
+
+def _arrays_of(leaf: dict[str, Any]) -> list[int]:
+    """Return the numbers of the arrays in a leaf that is described so."""
+    return [number for value in leaf.values() for number in _array_numbers(value)]
 
 
 def _array_numbers(value: Any) -> Iterator[int]:

@@ -18,7 +18,6 @@ from prefixcache.layers.decoded_beginning import DecodedBeginning, RowsBehind
 from prefixcache.layers.image_layout import Plan, live_arrays
 from prefixcache.layers.read_ahead import ReadAhead
 from prefixcache.layers.restore import Restorer
-from prefixcache.layers.snapshots import leaf_nbytes
 from prefixcache.layers.stored_rows import Block, StoredRows
 
 
@@ -143,7 +142,8 @@ class StoredLayer:
             total += stored * share // len(joined.streams)
         if self._prompt.snapshot is not None:
             numbers = [number for number, leaf in enumerate(plan.snapshots) if leaf in leaves]
-            total += sum(leaf_nbytes(self._prompt.snapshot, number) for number in numbers)
+            state = plan.stored_state(self._prompt.snapshot)
+            total += sum(state.leaf_nbytes(number) for number in numbers)
         return total
 
     def copy(self) -> StoredLayer:

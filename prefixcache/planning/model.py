@@ -24,7 +24,6 @@ from prefixcache.codecs import Codec, Raw
 from prefixcache.codecs.interchange import element, name_of
 from prefixcache.layers.adapters import CacheError, Layout, Leaf
 from prefixcache.layers.image_layout import Plan, read
-from prefixcache.layers.snapshots import State
 from prefixcache.planning.model_config import (
     ModelError,
     activation_dtype,
@@ -178,14 +177,6 @@ class ModelState:
             state = _state_after(next(states), tokens) if layout["kind"] == "snapshot" else {}
             leaves.append(Leaf(layout, tokens if is_counted else None, runs, state=state))
         return leaves
-
-    def snapshot(self, tokens: int = PROMPT) -> State:
-        """Return what a snapshot after so many tokens keeps, as a store describes it; its arrays are not evaluated."""
-        return self._fixed_snapshot or self._raw_plan.describe_state(self.leaves(tokens))
-
-    @cached_property
-    def _fixed_snapshot(self) -> State | None:
-        return None if self.grows else self._raw_plan.describe_state(self.leaves(PROMPT))
 
     def __getstate__(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in fields(self)}

@@ -100,7 +100,7 @@ class SizeMaker:
         """Begin a store of so many tokens, the first of which have the rows that a fetch gives."""
         self._limit, self.is_written_back = limit, True
         self.since = None if self._plan.lossless else given
-        self.state = self._sizes.state.snapshot(limit) if self._plan.snapshots else None
+        self.state = self._sizes.snapshot(limit) if self._plan.snapshots else None
         return self
 
     def held(self, window: int) -> tuple[tuple[int, int], ...]:
@@ -137,7 +137,7 @@ class SizeMaker:
     def put_back(self) -> None:
         """Nothing is decoded."""
 
-    def decode_known(self, nodes: Sequence[Node]) -> None:
+    def decode_known(self, nodes: Sequence[Node], snapshot: Image | None) -> None:
         """Note what can't be decoded: what the SSD alone has isn't read for it."""
         images = [slot.image for node in nodes for slot in (node.rows, *node.windows) if slot is not None]
         self.is_written_back &= all(image is not None for image in images)
@@ -240,7 +240,7 @@ class Simulation:
         if hot is None and hit is not None:
             hot = hot_blocks(self.storage, prompt, hit.namespace, depth)
         count_hit(self.storage, prompt, depth, hot.depth if hot is not None else 0)
-        prompt.given_rows.tokens = depth
+        prompt.given_rows.tokens = prompt.given_rows.state = depth
         if hit is not None:
             self.used(hit)
             self.storage.unpin(hit.pinned)

@@ -13,9 +13,9 @@ from prefixcache.blocks.graph import NODE_BYTES, SLOT_BYTES
 from prefixcache.blocks.masks import extra_of, held_mask
 from prefixcache.blocks.node import Window
 from prefixcache.codecs import Codec
-from prefixcache.codecs.interchange import name_of
 from prefixcache.image_format import Blueprint, HeaderFields, Spec
 from prefixcache.keys import BLOCK, KEY_BYTES, canonical
+from prefixcache.layers.snapshots import State
 from prefixcache.planning.model import PROMPT, ModelState, held_rows, row_bytes
 
 GROWTH = 256  # rows that mlx-lm's caches grow by at once
@@ -59,9 +59,16 @@ class StateSizes:
         return self._image_bytes("snapshot", start, shape, lambda: self._snapshot_specs(end, suffix_tokens))
 
     def _snapshot_specs(self, end: int, suffix_tokens: int) -> tuple[list[Spec], str]:
-        state = self.state.snapshot(end)
-        extra = canonical({"state": state.described, "dtypes": [name_of(array.dtype) for array in state.arrays]})
-        return [*state.specs(), Spec("tokens", "I64", (suffix_tokens,))], extra
+        state = self.snapshot(end)
+        return [*state.specs(), Spec("tokens", "I64", (suffix_tokens,))], state.extra
+
+    def snapshot(self, tokens: int) -> State:
+        """Return what a snapshot after so many tokens keeps, as a store describes it; its arrays are not evaluated."""
+        return self._fixed_snapshot or self.plan.describe_state(self.state.leaves(tokens))
+
+    @cached_property
+    def _fixed_snapshot(self) -> State | None:
+        return None if self.state.grows else self.plan.describe_state(self.state.leaves(PROMPT))
 
     def _image_bytes(self, kind: str, start: int, shape: Any, make: Callable[[], tuple[list[Spec], str]]) -> int:
         """Return an image's bytes, computed once for all images of a kind that have this shape and as many digits in
@@ -126,7 +133,7 @@ class StateSizes:
         rows = 0
         for leaf in self.state.leaves(tokens):
             rows += sum(last - first for first, last in leaf.held) * row_bytes(leaf.layout)
-        return rows + sum(array.nbytes for array in self.state.snapshot(tokens).arrays)
+        return rows + sum(array.nbytes for array in self.snapshot(tokens).arrays)
 
     def hot_bytes(self, tokens: int) -> int:
         """Return the bytes of the same prompt kept hot: a window that isn't full yet has the room that it grew by last."""

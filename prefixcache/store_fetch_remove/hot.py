@@ -49,6 +49,8 @@ def tokens_to_keep(storage: Storage, namespace: Namespace, prompt: Prompt, end: 
         stored = prompt.boundary(namespace, prompt.hit_walk(namespace), storage.graph.last, end)
     if not namespace.plan.lossless and prompt.given_rows.tokens // BLOCK < stored // BLOCK:
         stored = prompt.outside_media(prompt.given_rows.tokens // BLOCK * BLOCK)
+    if namespace.plan.snapshots and not namespace.plan.lossless and prompt.given_rows.state != end:
+        return 0
     is_sliceable = not (namespace.plan.windows or namespace.plan.snapshots)
     return stored if is_sliceable or (agreed and stored == end) else 0
 

@@ -9,23 +9,24 @@ from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import Protocol, cast
 
+import mlx.core as mx
 import numpy as np
 
 from prefixcache.blocks.masks import mask_of
 from prefixcache.blocks.node import Node
-from prefixcache.codecs.interchange import on_cpu
+from prefixcache.codecs.interchange import CopyOut, on_cpu
 from prefixcache.codecs.threads import WORTH_A_THREAD, share_out
 from prefixcache.codecs.transform.coding import Codes
 from prefixcache.image_format import ROWS, SNAPSHOT, WINDOW, Blueprint, HeaderFields, Image, ImageDraft, ImageKind, Spec
 from prefixcache.keys import BLOCK
 from prefixcache.layers import levels, live_codes
 from prefixcache.layers.adapters import Leaf
-from prefixcache.layers.encode import CopyOut, RowTarget, encode, evaluate
+from prefixcache.layers.encode import RowTarget, encode, evaluate
 from prefixcache.layers.finite import NotFinite, first_not_finite, image_not_finite, state_not_finite
 from prefixcache.layers.image_layout import Section, Tensors, TokenRuns
 from prefixcache.layers.joined import BlockRows, encode_joined, write_joined
 from prefixcache.layers.recode import EncodeRows, TakeCodes
-from prefixcache.layers.snapshots import State, write_state
+from prefixcache.layers.snapshots import State, encode_state
 from prefixcache.layers.taken_over import leading_rows, leading_window
 from prefixcache.layers.write_back import WriteBack
 from prefixcache.store_fetch_remove.jobs import ImageJob
@@ -43,9 +44,9 @@ class Maker(Protocol):
     has_codes: bool
     """Whether rows are coded already; a tail's too are then left so: to decode them would be to code them twice."""
     since: int | None
-    """The token from whose block on decoded rows go back into the live cache; None: none do."""
+    """The token from whose block on decoded rows go back into the live cache, and the state; None: nothing does."""
     is_written_back: bool
-    """Whether, so far, all rows of whole blocks as they are kept went back."""
+    """Whether, so far, all rows of whole blocks and all recurrent state as they are kept went back."""
     recoded: int
     """Tokens so far whose codes were not taken over, because their levels were others."""
     not_finite: NotFinite | None
@@ -75,8 +76,8 @@ class Maker(Protocol):
     def put_back(self) -> None:
         """Put what was decoded so far into the live cache."""
 
-    def decode_known(self, nodes: Sequence[Node]) -> None:
-        """Put the rows of blocks that stood already into the live cache."""
+    def decode_known(self, nodes: Sequence[Node], snapshot: Image | None) -> None:
+        """Put the rows of blocks, and the state, that stood already into the live cache."""
 
 
 class LiveMaker:
@@ -92,7 +93,7 @@ class LiveMaker:
         since: int | None = None,
     ):
         """`limit`: the tokens to store. With `since`, rows of whole blocks become what a fetch would give of them, from the
-        block of this token on. CacheError for codes of another codec.
+        block of this token on, and so does recurrent state. CacheError for codes of another codec.
         """
         self._namespace, self._plan = namespace, namespace.plan
         self._leaves, self._limit, self.since = leaves, limit, since
@@ -105,6 +106,7 @@ class LiveMaker:
         self._back = WriteBack(self._plan, leaves, since, limit) if since is not None else None
         self.not_finite = state_not_finite(leaves) if with_snapshot else None
         self.state = self._plan.describe_state(leaves) if with_snapshot and self.not_finite is None else None
+        self._state_back: list[tuple[mx.array, mx.array]] = []  # live arrays, each with what becomes of it
         self.recoded = 0
         self.is_written_back = since is not None  # all rows of whole blocks, as far as they are kept
         self._codes: dict[bytes, list[Codes]] = {}  # of joined layers, by image; from `encoded` to `make`
@@ -180,6 +182,7 @@ class LiveMaker:
 
     def make(self, jobs: list[ImageJob]) -> Callable[[], list[Image]]:
         drafts = [job.blueprint.draft() for job in jobs]
+        copies: list[CopyOut] = []
         targets: dict[int, tuple[Section, list[RowTarget]]] = {id(each): (each, []) for each in self._plan.sections}
         last_moves: list[EncodeRows] = []
         for job, draft in zip(jobs, drafts, strict=True):
@@ -195,14 +198,15 @@ class LiveMaker:
             draft.tensors["tokens"][:] = np.frombuffer(job.tokens, "<i8")
             if job.kind == SNAPSHOT:
                 assert self.state is not None
-                write_state(self.state, draft.tensors)
+                coded = encode_state(self.state, draft.tensors, decoded=self.since is not None)
+                copies += coded.copies
+                self._state_back = coded.decoded
             else:
                 for section, count in self._plan.in_rows(job.start, job.length, job.coded):
                     targets[id(section)][1].extend(self._fill_rows(job, draft, section, count))
         self._write_joined(jobs, drafts)
-        copies = [
-            copy for section, rows in targets.values() for copy in encode(section, self._leaves, rows, self._back)
-        ]
+        for section, rows in targets.values():
+            copies += encode(section, self._leaves, rows, self._back)
         if not self._copies_later:  # windows and codes need both the live cache and what it is encoded to
             _run(copies)
             copies = []
@@ -291,10 +295,15 @@ class LiveMaker:
     # -- back into the live cache -------------------------------------------------------------------------------------
 
     def put_back(self) -> None:
-        if self._back is not None:
-            self._back.apply()
+        if self._back is None:
+            return
+        self._back.apply()
+        for live, stored in self._state_back:
+            live[...] = stored
+        mx.async_eval([live for live, _ in self._state_back])
+        self._state_back = []
 
-    def decode_known(self, nodes: Sequence[Node]) -> None:
+    def decode_known(self, nodes: Sequence[Node], snapshot: Image | None) -> None:
         if self._back is None:
             return
         for at in range(0, len(nodes), BATCH):  # others computed them, or this cache did before it was asked for
@@ -306,6 +315,10 @@ class LiveMaker:
                     if window.image is not None:
                         self._back.decode_window(node.start, window.image.tensors(), window.mask)
                     self.is_written_back &= window.image is not None
+            self.put_back()
+        if snapshot is not None and self.state is not None:
+            self._state_back = self._plan.stored_state(snapshot).beside(self.state)
+            self.is_written_back &= bool(self._state_back)
             self.put_back()
         self.is_written_back &= not self._back.is_damaged
 

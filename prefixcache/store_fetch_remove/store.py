@@ -20,9 +20,8 @@ from prefixcache.blocks.lookup import required_images
 from prefixcache.blocks.masks import extra_of, held_mask, mask_of, window_key
 from prefixcache.blocks.node import BLOCK_BYTES, RAM, Node, Slot
 from prefixcache.blocks.superseded import superseded_tails
-from prefixcache.codecs.interchange import name_of
 from prefixcache.image_format import ROWS, SNAPSHOT, WINDOW, Image, Spec
-from prefixcache.keys import BLOCK, TOKEN_BYTES, canonical, chain
+from prefixcache.keys import BLOCK, TOKEN_BYTES, chain
 from prefixcache.layers.finite import NotFinite
 from prefixcache.store_fetch_remove.image_maker import BATCH, Maker
 from prefixcache.store_fetch_remove.jobs import NO_SOURCE, CodeSource, ImageJob
@@ -82,6 +81,7 @@ class StoreCall:
         self._limit = limit
         self._pinned: list[Slot] = []
         self._known_blocks: list[Node] = []  # whole ones that stood already: decoded into the live cache
+        self._known_snapshot: Image | None = None  # the same of the state at the end
         wait = storage.settings.spill_wait if storage.settings.spill == "wait" else 0.0
         self._deadline = time.monotonic() + wait  # of all waiting of this store
         self._parent = namespace.tree.root  # the last whole block of what is planned that the graph has
@@ -136,7 +136,7 @@ class StoreCall:
             self._skip_known()
         while self._begin_batch(publish) and self._at < self._limit:
             pass
-        self._maker.decode_known(self._known_blocks)
+        self._maker.decode_known(self._known_blocks, self._known_snapshot)
 
     def _begin_batch(self, publish: Callable[[BegunBatch], bool]) -> bool:
         """Begin to make the images of the next blocks. False where not all of them are kept."""
@@ -320,7 +320,9 @@ class StoreCall:
         return moved._replace(again=again)
 
     def _snapshot_job(self) -> list[ImageJob]:
-        """The job for the state at the end, unless it is kept. It hangs on the last whole block before the boundary."""
+        """The job for the state at the end, unless it is kept (in RAM, if it goes back into the live cache). It hangs on the
+        last whole block before the boundary.
+        """
         assert self._maker.state is not None
         above, parent = (self._limit - 1) // BLOCK * BLOCK, self._parent
         while parent.end > above and parent.parent is not None:
@@ -330,12 +332,13 @@ class StoreCall:
         key = chain(parent_key, suffix)
         if (known := self._storage.graph.slots.get((SNAPSHOT, key))) is not None:
             self._pin(known)
-            return []
-        dtypes = [name_of(array.dtype) for array in self._maker.state.arrays]
-        extra = canonical({"state": self._maker.state.described, "dtypes": dtypes})
+            if known.image is not None or self._maker.since is None:
+                self._known_snapshot = known.image
+                return []
         specs = [*self._maker.state.specs(), Spec("tokens", "I64", (len(suffix) // TOKEN_BYTES,))]
-        blueprint = self._maker.blueprint(SNAPSHOT, key, parent_key, above, specs, extra)
-        return [ImageJob(SNAPSHOT, parent, None, above, suffix, key, blueprint, NO_SOURCE)]
+        blueprint = self._maker.blueprint(SNAPSHOT, key, parent_key, above, specs, self._maker.state.extra)
+        again = known is not None
+        return [ImageJob(SNAPSHOT, parent, None, above, suffix, key, blueprint, NO_SOURCE, again=again)]
 
     def _pin(self, *slots: Slot | None) -> None:
         self._pinned += self._storage.graph.pin(slot for slot in slots if slot is not None)
@@ -431,9 +434,10 @@ class StoreCall:
             counters.not_finite += self._maker.not_finite is not None
             storage.spilling.ahead(self._new_bytes)
         given, since = self.prompt.given_rows, self._maker.since
+        has_snapshot = self._maker.state is not None and depth == self._limit
         if since is not None and self._maker.is_written_back and not self._unconfirmed and since <= given.tokens:
             given.tokens = depth // BLOCK * BLOCK
-        has_snapshot = self._maker.state is not None and depth == self._limit
+            given.state = depth if has_snapshot else 0
         return Stored(depth, self._new_tokens, self._new_bytes, has_snapshot, tuple(self.plan.raw))
 
     def _end_turn(self, nodes: list[Node]) -> None:

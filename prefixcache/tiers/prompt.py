@@ -56,10 +56,11 @@ class PromptTerms:
 @dataclass
 class GivenRows:
     """Of how many leading tokens the caller's layers have the rows that a fetch gives: those of a hit, and those that stores
-    wrote back since.
+    wrote back since. `state`: behind how many tokens they have the recurrent state that a fetch gives.
     """
 
     tokens: int = 0
+    state: int = 0
 
 
 class Prompt:

@@ -8,6 +8,7 @@ import threading
 import time
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -498,6 +499,41 @@ class LevelledMachine(CacheMachine):
     codec = "turboquant:8:sink_tokens=3"
 
 
+class RecurrentMachine(LevelledMachine):
+    """Recurrent state is coded, too."""
+
+    make = staticmethod(states.recurrent)
+    check = staticmethod(states.check_recurrent)
+    any_boundary = False
+    recurrent = True
+
+    prompts = CacheMachine.prompts
+
+    def _open(self):
+        super()._open()
+        self.cache._storage.hot = HotPrompts(Budget(1_000_000), 1_000_000)
+
+    @rule(tokens=prompts)
+    def go_on_from_a_store(self, tokens):
+        """Where RAM has the state, the live cache has the same, however it was computed before."""
+        live = self.make(tokens)
+        live[-1][1] = live[-1][1] * 1.001
+        self.note_stored(tokens, self.cache.store(tokens, live, model="m", write_back_from=0).tokens)
+        if self.roomy:
+            self.sure.append(tokens)
+        self.same_state(tokens, len(tokens), live)
+
+    def as_images_give(self, tokens, depth, layers):
+        """And the state, a hot prompt's, too."""
+        super().as_images_give(tokens, depth, layers)
+        self.same_state(tokens, depth, layers)
+
+    def same_state(self, tokens, depth, layers):
+        images = self.cache.lookup(tokens[:depth], model="m")
+        if images is not None and images.tokens == depth:
+            assert all(map(mx.array_equal, layers[-1].cache, images.dequantize()[-1].cache))
+
+
 class TransformMachine(LevelledMachine):
     """Whole blocks are coded across layers, each in as many bytes as it takes. The basis may take more of a small RAM."""
 
@@ -691,6 +727,7 @@ MACHINES = [
     ChunkedMachine,
     HybridMachine,
     LevelledMachine,
+    RecurrentMachine,
     TransformMachine,
     NeighboursMachine,
     HotMachine,

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from contextlib import closing
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -194,6 +195,40 @@ def ranges(data: bytes) -> None:
     assert all(0 <= mask < 1 << 256 for mask in masks)
 
 
+@cache
+def sound_state() -> tuple[Any, Blueprint, dict[str, np.ndarray]]:
+    """A plan, and a snapshot with coded state: its blueprint and its tensors."""
+    from prefixcache import TurboQuant
+    from prefixcache.layers.image_layout import Plan, read
+    from prefixcache.layers.snapshots import encode_state
+    from tests.models import states
+
+    reading = read(states.recurrent(range(3)))
+    plan = Plan(reading.layout, TurboQuant())
+    encoded = plan.describe_state(reading.leaves)
+    meta = HeaderFields("snapshot", "0" * 64, ROOT.hex(), ROOT.hex(), "m", "{}", "{}", 0, encoded.extra)
+    blueprint = Blueprint(meta, [*encoded.specs(), Spec("tokens", "I64", (3,))])
+    draft = blueprint.draft()
+    draft.tensors["tokens"][:] = range(3)
+    for copy in encode_state(encoded, draft.tensors, decoded=False).copies:
+        copy.run()
+    return plan, blueprint, draft.seal().tensors()
+
+
+def state(data: bytes) -> None:
+    """What a snapshot's header says of its state: refused, or made of the tensors that are there."""
+    plan, blueprint, tensors = sound_state()
+    meta = blueprint.fields._replace(extra=data.decode("utf-8", "replace"))
+    draft = Blueprint(meta, blueprint._specs).draft()
+    for name, array in draft.tensors.items():
+        array[...] = tensors[name]
+    image = draft.seal()
+    if plan.fits(image, "snapshot", 0, 3):
+        stored = plan.stored_state(image)
+        stored.leaf(0)
+        assert stored.leaf_nbytes(0) <= image.nbytes
+
+
 def words(data: bytes) -> None:
     """Coded rows: 4 heads, where their words are, and the words; C and NumPy judge them alike."""
     tables, classes = first_guess(), class_of(np.geomspace(20, 0.2, 12))
@@ -223,6 +258,7 @@ TARGETS: dict[str, tuple[Callable[[bytes], None], Callable[[], list[bytes]]]] = 
     "index": (edited_index, lambda: [b"\x64\x00\x01\x0d\x05", b"\x00\x10\x01\x0d\x05", b"\x12\x00\x01\x02\x02"]),
     "note": (note, lambda: [NOTE]),
     "lock": (lock, lambda: [LOCK_TEXT]),
+    "state": (state, lambda: [sound_state()[1].fields.extra.encode()]),
     "words": (words, lambda: [sound_words()]),
     "ranges": (ranges, lambda: [b'{"ranges":[[[0,2],[4,256]]]}']),
 }

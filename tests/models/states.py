@@ -95,6 +95,30 @@ def uneven(tokens: Sequence[int], layers: int = 2) -> list[Any]:
     return made
 
 
+def recurrent_state(tokens: Sequence[int]) -> np.ndarray:
+    """(1, 2, 64, 32): sines of the hash of all tokens, rows and channels of spreads that are far apart."""
+    row, channel = np.arange(1, 65)[:, None], np.arange(1, 33)
+    waves = np.sin(np.float64(rolling(tokens)[-1]) * (row + 64 * channel) * np.array([0.37, 1.1])[:, None, None])
+    return (waves * 1.05**row * 1.2**channel).astype(np.float32)[None]
+
+
+def recurrent(tokens: Sequence[int]) -> list[Any]:
+    """A dense layer for a codec that is not exact, and one whose state is coded, too."""
+    state = ArraysCache(2)
+    state[0] = mx.array(rolling(tokens)[-1] + np.arange(3 * 40, dtype=np.float32).reshape(1, 3, 40))
+    state[1] = mx.array(recurrent_state(tokens))
+    return [*uneven(tokens, 1), state]
+
+
+def check_recurrent(prompt_cache: list[Any], tokens: Sequence[int]) -> None:
+    """As `check_uneven`; what a convolution keeps is exact, and state near its own."""
+    *dense, state = prompt_cache
+    check_uneven(dense, tokens)
+    own, expected = np.array(state[1]), recurrent_state(tokens)
+    assert mx.array_equal(state[0], recurrent(tokens)[-1][0])
+    assert np.abs(own - expected).mean() < 0.05 * np.abs(expected).mean()
+
+
 def check_uneven(prompt_cache: list[Any], tokens: Sequence[int]) -> None:
     """AssertionError unless every row is near its own: another prefix's would be off by its whole spread."""
     for layer, cache in enumerate(prompt_cache):

@@ -160,8 +160,8 @@ def test_of_every_family_a_real_store_takes_the_bytes_that_the_config_told(name)
     assert [(leaf.positions, leaf.held) for leaf in leaves] == [(leaf.positions, leaf.held) for leaf in reading.leaves]
     plan = state.plan(Raw())
     expected = plan.describe_state(reading.leaves)
-    assert state.snapshot(PROMPT).described == expected.described
-    assert state.snapshot(PROMPT).specs() == expected.specs()
+    assert StateSizes(state, Raw()).snapshot(PROMPT).described == expected.described
+    assert StateSizes(state, Raw()).snapshot(PROMPT).specs() == expected.specs()
     for codec in map(as_codec, CODECS):
         assert_stored_as_told(state, prompt, prompt_cache, codec)
 
@@ -315,8 +315,8 @@ def test_state_that_grows_with_the_prompt_is_told_for_any_length():
     for tokens in (1, 2, 5, 31, 64):  # fewer than a window, and no group closed yet
         reading = read(prefilled(model, prompt[:tokens]) if tokens > 1 else fed(model, prompt[:1]))
         expected = state.plan(Raw()).describe_state(reading.leaves)
-        assert state.snapshot(tokens).described == expected.described
-        assert state.snapshot(tokens).specs() == expected.specs()
+        assert sizes.snapshot(tokens).described == expected.described
+        assert sizes.snapshot(tokens).specs() == expected.specs()
 
 
 def fed(model, prompt: list[int]) -> list:

@@ -59,7 +59,7 @@ def live_cache(state: ModelState, tokens: np.ndarray) -> list:
     """A prompt cache of the model's shape after these tokens, the last of them decoded by itself. Prompts that begin alike
     have the same rows as far as they do.
     """
-    arrays, count = iter(state.snapshot(len(tokens)).arrays), len(tokens)
+    arrays, count = iter(StateSizes(state, as_codec("raw")).snapshot(len(tokens)).arrays), len(tokens)
     said_last = tokens[np.maximum.accumulate(np.where(tokens != 0, np.arange(count), 0))]
     signs = 1 - 2 * (said_last[:, None, None, None, None] >> np.arange(WIDTH) & 1).astype(np.float32)
     made = []

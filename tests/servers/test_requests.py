@@ -75,6 +75,7 @@ class Asked(threading.Thread):
         self.begun = threading.Event()
         self.context: Any = None
         self.tokens: list[int] = []
+        self.logprobs: list[float] = []
         self.error: Exception | None = None
         self.start()
 
@@ -82,7 +83,9 @@ class Asked(threading.Thread):
         try:
             self.context, answers = self._generator.generate(self.request, self._args)
             self.begun.set()
-            self.tokens = [answer.token for answer in answers]
+            for answer in answers:
+                self.tokens.append(answer.token)
+                self.logprobs.append(answer.logprob)
         except Exception as error:
             self.error = error
 
@@ -345,6 +348,19 @@ def test_a_model_that_counts_no_tokens_keeps_the_state_of_those_it_has_seen(mode
         assert cache.match(asked, model=name).ram == len(asked) - 1
         again = [Asked(generator, prompt, seed=seed) for seed in (None, 1)]
         assert [(one.computed, one.tokens) for one in again] == [(1, first.tokens)] * 2
+
+
+@pytest.mark.parametrize("seed", [None, 1])  # in a batch, or one by one
+def test_an_answer_is_made_on_the_state_that_is_stored(models, seed):
+    """Which is coded: else the first answer would be made on another than the second, a hit."""
+    prompt = user(text(500, "coded"))
+    with (
+        PrefixCache(codec="turboquant:8:state_bits=2", **CACHE) as cache,
+        generating(cache, "--model", models / "qwen3_next") as generator,
+    ):
+        first, again = (Asked(generator, prompt, seed=seed).answered() for _ in range(2))
+        assert (first.cached, again.computed) == (0, 1)
+        assert first.logprobs == again.logprobs
 
 
 @pytest.mark.parametrize("name", ["default_model", "path"])

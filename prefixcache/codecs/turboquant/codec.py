@@ -39,6 +39,7 @@ LEAST_WIDTH = 32
 # K or V of one head, as wide as this and wider than the other: a compressed latent (MLA), not a head's rows.
 LATENT_WIDTH = 256
 SEEDS = 1 << 63
+STATE_BITS = 8  # decision 0053
 MOST_SINKS = 256  # they stand in the first block
 
 
@@ -176,7 +177,8 @@ class TurboQuant:
     tokens (at most 256), because most heads attend to them whatever they contain. `layers` says otherwise
     for single layers: {7: 8, -1: (8, 4), 0: None} is 8 bits for layer 7, 8 and 4 for keys and values of the last, the
     first as it is; a number that a model has no layer for changes nothing there. `seed` (0 to 2**63 - 1) chooses the
-    rotation's signs.
+    rotation's signs. Recurrent state (of gated delta nets, Mamba 2, KDA) has `state_bits`, unless its layer stays exact;
+    None: all of it does.
 
     Kept raw as well: rows that are no floats, rows narrower than 32, and, unless `raw_latents` is False, the latents of
     MLA models (one head, keys and values of different width, the wider 256 or more), because rotated and quantised latents
@@ -191,10 +193,13 @@ class TurboQuant:
     layers: Mapping[int, int | tuple[int, int] | None] = field(default_factory=dict)
     seed: int = 0
     raw_latents: bool = True
+    state_bits: int | None = STATE_BITS
 
     def __post_init__(self) -> None:
         _check_bits("key_bits", self.key_bits)
         _check_bits("value_bits", self.value_bits)
+        if self.state_bits is not None:
+            _check_bits("state_bits", self.state_bits)
         if type(self.fp16_layers) is not int or self.fp16_layers < 0:
             raise ValueError(
                 f"fp16_layers={self.fp16_layers!r}: give the number of layers at each end to leave, 0 or more"
@@ -214,10 +219,14 @@ class TurboQuant:
     def spec(self) -> dict[str, Any]:
         chosen = {field.name: getattr(self, field.name) for field in fields(self)}
         chosen["layers"] = {str(i): None if bits is None else list(_pair(bits)) for i, bits in self.layers.items()}
+        if self.state_bits == STATE_BITS:
+            del chosen[
+                "state_bits"
+            ]  # what is usual goes without saying, so that models without such state keep their names
         return {"name": "turboquant", "version": 2, **chosen}
 
     def row_codec(self, stream: Stream) -> RowCodec:
-        bits = self._bits(stream.layer, stream.layers)
+        bits = self._bits(stream)
         if bits is None or stream.dtype not in FLOATS or stream.width < LEAST_WIDTH:
             return RawRows(stream.width, stream.dtype)
         if self.raw_latents and is_latent(stream.heads, stream.width, stream.other_width):
@@ -225,18 +234,18 @@ class TurboQuant:
         # Values are not centred: the first tokens' are almost zero and get much attention, so centring would add the mean's
         # error to them.
         centred = self.levelling and stream.part == "keys"
-        bits_of_part = bits[0] if stream.part == "keys" else bits[1]
-        return TurboQuantRows(stream.width, stream.dtype, bits_of_part, self.seed, self.levelling, centred)
+        return TurboQuantRows(stream.width, stream.dtype, bits, self.seed, self.levelling, centred)
 
-    def _bits(self, layer: int, layers: int) -> tuple[int, int] | None:
-        """Return the bits of keys and values of a layer; None where it stays as it is."""
-        for index in (layer, layer - layers):
-            if index in self.layers:
-                bits = self.layers[index]
-                return None if bits is None else _pair(bits)
-        if min(layer, layers - 1 - layer) < self.fp16_layers:
-            return None
-        return self.key_bits, self.value_bits
+    def _bits(self, stream: Stream) -> int | None:
+        """Return the bits of a stream's values; None where they stay as they are."""
+        keys_and_values: int | tuple[int, int] | None = (self.key_bits, self.value_bits)
+        if min(stream.layer, stream.layers - 1 - stream.layer) < self.fp16_layers:
+            keys_and_values = None
+        for index in (stream.layer - stream.layers, stream.layer):
+            keys_and_values = self.layers.get(index, keys_and_values)
+        if keys_and_values is None or stream.part == "state":
+            return None if keys_and_values is None else self.state_bits
+        return _pair(keys_and_values)[stream.part == "values"]
 
     def __str__(self) -> str:
         said = [f"turboquant k{self.key_bits} v{self.value_bits}"]
@@ -247,6 +256,9 @@ class TurboQuant:
             said.append(f"layer {layer} raw" if bits is None else "layer {} k{} v{}".format(layer, *_pair(bits)))
         said += [f"seed {self.seed}"] * (self.seed > 0)
         said += ["with latents"] * (not self.raw_latents)
+        said += ["state raw" if self.state_bits is None else f"state {self.state_bits}"] * (
+            self.state_bits != STATE_BITS
+        )
         return " ".join(said)
 
 

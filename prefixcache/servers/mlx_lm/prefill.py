@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
-from mlx_lm.models.cache import CacheList, KVCache
+from mlx_lm.models.cache import ArraysCache, CacheList, KVCache
 
 from prefixcache.keys import BLOCK
 from prefixcache.layers.classes import read_leaf
@@ -262,10 +262,16 @@ def _single(batched: Any, i: int) -> Any:
 
 
 def _put_back(batched: Any, i: int, single: Any, since: int, end: int) -> None:
-    """Put the rows of tokens `since` to `end` of a single sequence's layer cache where a batch has them."""
+    """Put the rows of tokens `since` to `end` of a single sequence's layer cache where a batch has them, and its state."""
     if isinstance(single, CacheList):
         for layer, child in zip(batched.caches, single.caches, strict=True):
             _put_back(layer, i, child, since, end)
+    elif isinstance(single, ArraysCache):
+        for number, array in enumerate(single.cache):
+            if array is not None and len(batched.cache[number]) == 1:
+                batched.cache[number] = array
+            elif array is not None:
+                batched.cache[number][i : i + 1] = array
     elif type(batched).__name__ in ("BatchKVCache", "BatchRotatingKVCache") and single.keys is not batched.keys:
         leaf, behind = read_leaf(single, "batch"), row_count(batched) - int(batched.offset[i].item())
         for first, last in leaf.held:
