@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from prometheus_client import CONTENT_TYPE_LATEST as CONTENT_TYPE
 from prometheus_client import CollectorRegistry, generate_latest
@@ -36,11 +36,13 @@ NO_LABEL = "none"
 Numbers = dict[str, float]  # by the value of the metric's one label; summed over the label they mean something
 
 
-class Changes(Protocol):
-    """What counts the prompts that rules have changed."""
+class ServerCounts(NamedTuple):
+    """What a server counts beside its cache: how many prompts each rule of canonical text has changed, and how many tokens of
+    next turns were computed ahead, and hit.
+    """
 
-    def changed(self) -> Numbers:
-        """Return how many prompts each rule has changed."""
+    changed: Callable[[], Numbers]
+    next_turns: Callable[[], Numbers]
 
 
 class Series(NamedTuple):
@@ -225,6 +227,13 @@ SERVER_EVENTS = (  # since the server started, of what a server counts
         lambda counts: counts.changed(),
         "rule",
     ),
+    Series(
+        "next_turn_tokens",
+        "Tokens that a chat's next turn begins with: computed while there was no request, and how many of these a request "
+        "has hit since.",
+        lambda counts: counts.next_turns(),
+        "what",
+    ),
 )
 
 
@@ -259,7 +268,7 @@ class CacheCollector(Collector):
 class ServerCollector(Collector):
     """What `prefixcache serve` counts beside its cache, read when it is asked for."""
 
-    def __init__(self, counts: Changes):
+    def __init__(self, counts: ServerCounts):
         self._counts = counts
 
     def collect(self) -> Iterator[Metric]:

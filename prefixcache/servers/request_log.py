@@ -42,7 +42,7 @@ class RequestLog:
         self.ssd_wait = 0.0
         self.asks_remote = False
         self.end = ""
-        self.generated = 0
+        self.tokens: list[int] = []  # of its answer
         self.reason = ""  # why it was refused
         self.parting: Parting | None = None  # of a cold request
         self._context: Any = None
@@ -69,7 +69,7 @@ class RequestLog:
         elif isinstance(answer, upstream.Response):
             self._last = time.monotonic()
             self._first = self._first or self._last
-            self.generated += 1
+            self.tokens.append(answer.token)
             self.end = answer.finish_reason or self.end
 
     @property
@@ -101,7 +101,7 @@ class RequestLog:
             "ssd_tokens": from_ssd,
             "remote_tokens": from_remote,
             "computed_tokens": prompt - cached,
-            "generated_tokens": self.generated,
+            "generated_tokens": len(self.tokens),
             "ssd_wait_seconds": _ms(self.ssd_wait),
         }
         if self._first:

@@ -5,7 +5,8 @@ the requests that will begin with them. `warming` computes and stores them.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from itertools import takewhile
@@ -50,10 +51,12 @@ class WarmPrompt:
 
 @dataclass(frozen=True)
 class WarmSequence:
-    """The tokens to store of one prompt, and whose they are."""
+    """The tokens to store of one prompt, and whose they are: of a tenant and a session. `label`: see `PrefixCache.prompt`."""
 
     tokens: list[int] = field(repr=False)
     salt: bytes = field(default=b"", repr=False)
+    session: str = field(default="", repr=False)
+    label: str = field(default="system", repr=False)  # mlx_lm.server's word for what conversations open with
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------
@@ -158,9 +161,10 @@ def tokens_of(tokenizer: Any, prompt: WarmPrompt, chat_template_args: dict[str, 
 
     `tokenizer` is mlx-lm's wrapper, `chat_template_args` what the server was started with.
 
-    - Messages that the user goes on from (the last one is system, developer or assistant): what the chat template gives
-      whatever the user says. It ends where mlx_lm.server ends its "system" segment, or some tokens before: the server sees
-      one request, and a line feed in front of a text can be another token than one in front of a line feed.
+    - Messages that the user goes on from (the last one is system, developer or assistant), or a tool that the last one
+      calls: what the chat template gives whatever the next message says. It ends where mlx_lm.server ends its "system"
+      segment, or some tokens before: the server sees one request, and a line feed in front of a text can be another token
+      than one in front of a line feed.
     - Other messages are a request (the last one is user or tool), and it will come as it is: all its tokens up to the tail
       in which the template opens a thought, as the server's "user" segment; without such a tail all but the last one, as a
       request leaves one token to compute.
@@ -170,14 +174,34 @@ def tokens_of(tokenizer: Any, prompt: WarmPrompt, chat_template_args: dict[str, 
 
     What a template makes of the day or the hour is no one's to share.
     """
-    try:
+    if prompt.messages and prompt.messages[-1]["role"] in USER_FOLLOWS:
+        return common_prefix(next_requests(tokenizer, prompt, chat_template_args))
+    with _refusals_of(prompt):
         if prompt.text:
             whole = list(tokenizer.encode(prompt.text))
             return common_prefix([whole[:-1], *(list(tokenizer.encode(prompt.text + more)) for more in NEXT)])
-        if prompt.messages[-1]["role"] not in USER_FOLLOWS:
-            return _without_thought_tail(tokenizer, _render(tokenizer, prompt, chat_template_args))
-        turns = ({"role": "user", "content": more} for more in NEXT)
-        return common_prefix([_render(tokenizer, prompt, chat_template_args, turn) for turn in turns])
+        return _without_thought_tail(tokenizer, _render(tokenizer, prompt, chat_template_args))
+
+
+def next_requests(
+    tokenizer: Any, prompt: WarmPrompt, chat_template_args: dict[str, Any] | None = None
+) -> Iterator[list[int]]:
+    """Give the tokens of requests that go on from a prompt's messages, each time with another message of the user, or of the
+    tool that the last one calls. What all of them begin with is there whatever the next message says. BadPrompt as above.
+    """
+    for more in NEXT:
+        with _refusals_of(prompt):
+            calls = prompt.messages[-1].get("tool_calls")
+            called = {"role": "tool", "tool_call_id": calls[0].get("id", "")} if calls else {"role": "user"}
+            request = _render(tokenizer, prompt, chat_template_args, {**called, "content": more})
+        yield request
+
+
+@contextmanager
+def _refusals_of(prompt: WarmPrompt) -> Iterator[None]:
+    """Raise BadPrompt for what a tokenizer or its chat template refuses of a prompt."""
+    try:
+        yield
     except Exception as error:  # a template may raise anything
         reason = next(iter(str(error).splitlines()), "") or type(error).__name__
         raise BadPrompt(f"{prompt.where}: the tokenizer or its chat template refuses it: {reason}") from error

@@ -21,7 +21,6 @@ from prefixcache.media import chunks
 from prefixcache.servers.warm_prompts import WarmSequence, common_prefix
 from prefixcache.tiers.prompt import Prompt
 
-LABEL = "system"  # mlx_lm.server's word for what conversations open with, see `PrefixCache.store`
 MIN_SHARED = BLOCK  # tokens that prompts must share before the place where they branch is worth a state of its own
 
 
@@ -113,8 +112,8 @@ class _Warmer:
         if not self._nets:
             self._load()
         prompt = self._cache.prompt(
-            tokens, model=self._model, salt=sequence.salt, like=self._form, label=LABEL, whole_blocks=True
-        )
+            tokens, model=self._model, salt=sequence.salt, like=self._form, label=sequence.label, whole_blocks=True
+        ).in_session(sequence.session)
         prompt_cache, rest = self._cache.fetch(prompt, leave=0, promote=True)
         if prompt_cache is None:
             prompt_cache = [layer for net in self._nets for layer in make_prompt_cache(net)]

@@ -15,7 +15,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from prefixcache import PrefixCache
-from prefixcache.metrics.prometheus import CacheCollector, ServerCollector, render
+from prefixcache.metrics.prometheus import CacheCollector, ServerCollector, ServerCounts, render
 from prefixcache.servers.canonical import CanonicalText
 from prefixcache.servers.cold_requests import ColdRequests
 from prefixcache.servers.prompt_parts import Part
@@ -25,6 +25,7 @@ from tests.models import states
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "dashboards" / "grafana.json"
 COLUMNS = 24
+COUNTS = dict.fromkeys(("computed", "hit"), 0.0)
 SOURCE = {"type": "prometheus", "uid": "${DS_PROMETHEUS}"}
 NAME = re.compile(r"prefixcache_\w+")
 SELECTOR = re.compile(r"(prefixcache_\w+)\{([^}]*)\}")
@@ -50,7 +51,9 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, d
         cache.store(tokens, states.sliceable(tokens), model="m")
         cold = ColdRequests()
         cold.tell("a", Parting(300, 0, 0, NOTHING_STORED), lambda: Part("text"))
-        page = render(CacheCollector(cache), ServerCollector(CanonicalText()), cold).decode()
+        page = render(
+            CacheCollector(cache), ServerCollector(ServerCounts(CanonicalText().changed, COUNTS.copy)), cold
+        ).decode()
     for family in text_string_to_metric_families(page):
         for sample in family.samples:
             _, labels = found.setdefault(sample.name, (family.type, {}))

@@ -33,6 +33,7 @@ from tests.waiting import until
 
 TINY = Path(__file__).parents[1] / "fixtures" / "tiny-llama"
 VOCABULARY = 3072  # of its tokenizer
+DETERMINED = ("--no-decline-slow-hits", "--no-canonical", "--no-warm-next-turn")
 SECONDS = 60  # that a server may take to start, to answer, to end
 TROUBLE = re.compile(r"Traceback|Error|ERROR|WARNING|died|failed")
 EXPECTED = re.compile(r"not recommended for production|Future(Warning)?")  # upstream's, whatever is asked
@@ -88,7 +89,9 @@ def save_parrot(
     weights = mx.load(str(folder / "model.safetensors"))
     assert isinstance(weights, dict)
     for name in weights:
-        if name.endswith(("o_proj.weight", "down_proj.weight", "embed_tokens.weight", "lm_head.weight")):
+        if name.endswith(
+            ("o_proj.weight", "out_proj.weight", "down_proj.weight", "embed_tokens.weight", "lm_head.weight")
+        ):
             weights[name] = mx.zeros_like(weights[name])
     rest = iter(tokens)
     chains = [[encode(end)[-1], *islice(rest, len(answer)), 1] for end, answer in answers.items()]
@@ -120,12 +123,13 @@ def save_adapter(folder: Path, model: Path, seed: int = 1) -> Path:
 
 
 def serve(flags: list[str]) -> None:
-    """`prefixcache serve`, which gives every hit: what is hit must not depend on how fast this machine is. Prompts are
-    mlx-lm's: models of random weights say what no tokenizer reads back, so that canonical text would be another one.
+    """`prefixcache serve`, which gives every hit, and computes nothing ahead: what is hit must not depend on how fast this
+    machine is. Prompts are mlx-lm's: models of random weights say what no tokenizer reads back, so that canonical text would
+    be another one.
     """
     from prefixcache.cli import app
 
-    app(["serve", "--no-decline-slow-hits", "--no-canonical", *flags], prog_name="prefixcache")
+    app(["serve", *DETERMINED, *flags], prog_name="prefixcache")
 
 
 class Endpoint:

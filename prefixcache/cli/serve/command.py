@@ -86,6 +86,7 @@ def serve(
             before=partial(_warm, prompts, salts),
             grace=run.grace,
             exact_prefill=run.exact_prefill,
+            warm_next_turn=run.warm_next_turn,
             log_json=run.log_json,
             salts=salts,
             rules=ClientRules(

@@ -32,6 +32,14 @@ class RunOptions:
             "uncompressed model's, and a repeated request may get another.",
         ),
     ] = False
+    warm_next_turn: Annotated[
+        bool,
+        typer.Option(
+            "--warm-next-turn/--no-warm-next-turn",
+            help="While there is no request and the machine is not on its battery, compute what the next turn of each chat "
+            "begins with: the last answer as the template has it in a history.",
+        ),
+    ] = True
     log_json: Annotated[
         bool, typer.Option("--log-json", help="Log as JSON, one object a line, with nothing of a prompt.")
     ] = False

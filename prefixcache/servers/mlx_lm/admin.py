@@ -11,6 +11,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any
@@ -49,7 +50,6 @@ class Admin:
     def __init__(self, generator: Generator, salts: Salts):
         self._generator, self._salts = generator, salts
         self._cache: PrefixCache = generator.prompts.cache
-        self._warming = IdleWarming(generator)
         self.operations: dict[tuple[str, str], Callable[[Json], Json | Iterator[Json]]] = {
             ("DELETE", "images"): self.delete,
             ("DELETE", "prompts"): self.remove,
@@ -96,15 +96,16 @@ class Admin:
         _check_keys(body, ("model", "namespace", "older_than", "to_size", *TENANT))
         model, namespace = _text(body, "model"), _text(body, "namespace")
         salt, older_than, to_size = self._tenant(body), _seconds(body, "older_than"), _size(body, "to_size")
-        if to_size is None:
-            self._await_stores()
-        if namespace is None and older_than is None and to_size is None:
-            deleted = self._cache.clear(model=model, salt=salt)
-        elif to_size is not None and self._cache.stats().ssd is None:
+        if to_size is not None and self._cache.stats().ssd is None:
             raise RequestRefused(f"to_size={body['to_size']!r}: this server has no SSD; leave it out, or trim RAM")
-        else:
-            before = time.time() - older_than if older_than is not None else None
-            deleted = self._cache.prune(model=model, salt=salt, namespace=namespace, used_before=before, ssd_to=to_size)
+        before = time.time() - older_than if older_than is not None else None
+        with self._stores_ended() if to_size is None else nullcontext():
+            if namespace is None and before is None and to_size is None:
+                deleted = self._cache.clear(model=model, salt=salt)
+            else:
+                deleted = self._cache.prune(
+                    model=model, salt=salt, namespace=namespace, used_before=before, ssd_to=to_size
+                )
         self._generator.prompts.drop_live()
         self._trim_memory()
         return {"images": deleted.images, "bytes": deleted.nbytes, "held": deleted.held, **self._now()}
@@ -112,8 +113,8 @@ class Admin:
     def remove(self, body: Json) -> Json:
         """Delete a prompt, and all that begins with it."""
         prompt = self._prompt(body)
-        self._await_stores()
-        nbytes = self._cache.remove(prompt, following=True)
+        with self._stores_ended():
+            nbytes = self._cache.remove(prompt, following=True)
         self._generator.prompts.drop_live()
         self._trim_memory()
         return {"tokens": len(prompt), "bytes": nbytes, **self._now()}
@@ -129,10 +130,15 @@ class Admin:
         self._trim_memory()
         return self._now()
 
-    def _await_stores(self) -> None:
-        """Let what was answered be stored before it is deleted."""
-        if not self._generator.wait_for_stores(STORES):
-            log.warning("admin: a step takes longer than %g s: a request under way may store its prompt again", STORES)
+    @contextmanager
+    def _stores_ended(self) -> Iterator[None]:
+        """Let what was answered be stored before the block, which deletes it, and nothing be computed within."""
+        with self._generator.idle.held():
+            if not self._generator.wait_for_stores(STORES):
+                log.warning(
+                    "admin: a step takes longer than %g s: a request under way may store its prompt again", STORES
+                )
+            yield
 
     def _trim_memory(self) -> None:
         mx.clear_cache()
@@ -183,8 +189,8 @@ class Admin:
         except ValueError as error:
             raise RequestRefused(str(error)) from None
         salt = self._tenant(body) or b""
-        self._await_stores()
-        deleted = self._cache.end_session(session, salt=salt)
+        with self._stores_ended():
+            deleted = self._cache.end_session(session, salt=salt)
         self._generator.prompts.drop_live()
         self._trim_memory()
         return {"images": deleted.images, "bytes": deleted.nbytes, "held": deleted.held, **self._now()}
@@ -199,7 +205,7 @@ class Admin:
             raise RequestRefused('prompts is no list of objects: give {"prompts": [{"messages": [...]}, ...]}')
         key = self._model_key()
         sequences = [self._sequence(prompt, f"prompts[{number}]") for number, prompt in enumerate(prompts)]
-        return self._warming.begin(sequences, key, self._generator.prompts.name_of(key))
+        return IdleWarming(self._generator, sequences, key, self._generator.prompts.name_of(key)).begin()
 
     # -- what is named ----------------------------------------------------------------------------------------------------
 

@@ -32,6 +32,7 @@ from prefixcache.servers.loaded_model import calibration_of, compile_kernels
 from prefixcache.servers.mlx_lm.answers import Answers, Ended
 from prefixcache.servers.mlx_lm.context import room_for
 from prefixcache.servers.mlx_lm.errors import RankFailed, may_be_the_hits
+from prefixcache.servers.mlx_lm.idle_work import IdleWork
 from prefixcache.servers.mlx_lm.leading_parts import system_end
 from prefixcache.servers.mlx_lm.prefill import RequestBatches, SingleKeeper
 from prefixcache.servers.mlx_lm.prefill import stream as blockwise_stream
@@ -78,8 +79,8 @@ class Generator:
         self._taken = 0  # requests, since mlx-lm's loop was entered
         self._deferred: deque[DeferredRequest] = deque()
         self._idle_pool = IdlePool()
+        self.idle = IdleWork(lambda: self.stopped or self.request_waits())
         self._polls = 0  # how often the loop has asked for a request: it has then stored what it answered before
-        self.when_idle: Callable[[], None] = lambda: None  # called again and again while there is no request
         self.prompts = TenantPromptCache(cache, self._stored, _rows_suffix(provider.cli_args), exact_prefill)
         self.prompts.shared_under_way = self._shared_under_way
         provider.on_load = self._loaded
@@ -258,7 +259,7 @@ class Generator:
         self._idle_pool.count_poll(busy=item is not None or timeout is None or bool(self._deferred))
         if item is None:
             if timeout is not None and not self._deferred:
-                self.when_idle()
+                self.idle.step()
             return None
         queue, request, args = item
         if not isinstance(queue, Answers):

@@ -40,6 +40,7 @@ from prefixcache.servers.mlx_lm.connections import (
 )
 from prefixcache.servers.mlx_lm.errors import ServeError
 from prefixcache.servers.mlx_lm.generator import Generator
+from prefixcache.servers.mlx_lm.next_turns import NextTurns
 from prefixcache.servers.mlx_lm.options import ServeOptions
 from prefixcache.servers.mlx_lm.translation import CHAT_PATH, Translation
 from prefixcache.servers.mlx_lm.upstream import Completion
@@ -66,6 +67,7 @@ class Site(NamedTuple):
     generator: Generator
     admin: AdminPath
     cold: ColdRequests
+    next_turns: NextTurns
     collectors: tuple[Collector, ...]
     options: ServeOptions
 
@@ -74,7 +76,9 @@ class Site(NamedTuple):
         """Return the paths of a generator, as its server was asked to serve."""
         admin = AdminPath(Admin(generator, options.salts), options.admin_key)
         of_cache, cold = prometheus.CacheCollector(generator.prompts.cache), ColdRequests()
-        return cls(generator, admin, cold, (of_cache, prometheus.ServerCollector(generator.canonical), cold), options)
+        next_turns = NextTurns(generator, enabled=options.warm_next_turn)
+        of_server = prometheus.ServerCollector(prometheus.ServerCounts(generator.canonical.changed, next_turns.tokens))
+        return cls(generator, admin, cold, next_turns, (of_cache, of_server, cold), options)
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -251,6 +255,8 @@ class Handler(BaseHTTPRequestHandler):
             log.info("%s: %s", completion.request_id, words, extra={"id": completion.request_id, **fields})
             if request.request_log.parting is not None:
                 self._tell_cold = partial(self._tell_of_cold, completion, request)
+        if not end:
+            self.server.site.next_turns.add(request, completion)
 
     def _tell_of_cold(self, completion: Completion, request: Any) -> None:
         parting, tokens = request.request_log.parting, request.request_log.prompt

@@ -27,14 +27,16 @@ class ClientRules(NamedTuple):
 class ServeOptions:
     """`before`: called with the `Generator`, on the thread that generates, when the model is there, before the first request
     is taken. `grace`: seconds that requests under way may go on at the end. `exact_prefill`: prompts are computed on exact
-    rows, not on those that a hit will give. `log_json`: all that is logged goes to standard error as JSON. `salts`: whose a
-    request's prompts are. `rules`: what is taken of clients. `admin_key`: what opens the admin path; with b"" programs on
+    rows, not on those that a hit will give. `warm_next_turn`: what a chat's next turn begins with is computed while there is
+    no request. `log_json`: all that is logged goes to standard error as JSON. `salts`: whose a request's prompts are.
+    `rules`: what is taken of clients. `admin_key`: what opens the admin path; with b"" programs on
     this machine may use it. `hang_timeout`: seconds after which ranks that wait for each other end.
     """
 
     before: Callable[[Any], None] = lambda generator: None
     grace: float = 5.0
     exact_prefill: bool = False
+    warm_next_turn: bool = True
     log_json: bool = False
     salts: Salts = BY_CACHE_SALT
     rules: ClientRules = field(default_factory=ClientRules)

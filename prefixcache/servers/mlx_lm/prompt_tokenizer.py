@@ -146,14 +146,19 @@ class PromptTokenizer:
         room_for(len(tokenized[0]), loaded.context)
         return tokenized, rewritten
 
+    def written(self, loaded: LoadedModel, request: Any, tokens: list[int]) -> AsWritten:
+        """Return a chat's tokens with the answers in it as they are stored for a request's tenant, if that is to be."""
+        if not self._canonical.enabled:
+            return AsWritten(tokens, [])
+        return as_written(tokens, self._stored(loaded, request), MarkReader(loaded.tokenizer, request.tools))
+
     def _as_written(self, loaded: LoadedModel, request: Any, args: Any, tokenized: Any) -> tuple[Any, bool]:
         """Return what mlx-lm's `_tokenize` gave with the answers in it as they are stored, and whether any is another."""
         is_chat = request.request_type == "chat" and loaded.tokenizer.has_chat_template and not _brings_template(args)
-        if not self._canonical.enabled or not is_chat or vision_of(tokenized) is not None:
+        if not is_chat or vision_of(tokenized) is not None:
             return tokenized, False
         try:
-            reader = MarkReader(loaded.tokenizer, request.tools)
-            written = as_written(tokenized[0], self._stored(loaded, request), reader)
+            written = self.written(loaded, request, tokenized[0])
         except Exception as error:
             log.warning("answers stay as the template writes them: %s: %s", type(error).__name__, error)
             return tokenized, False

@@ -94,6 +94,8 @@ class TenantPromptCache(TieredPromptCache):
         super().__init__(cache, identify=lambda model: identity_of(model) + name_suffix + self.rank_part)
         # How many tokens a prompt shares with another that is computed now.
         self.shared_under_way: Callable[[Prompt], int] = lambda prompt: 0
+        # Hears how many tokens of a prompt a lookup has found.
+        self.heard_hit: Callable[[Prompt, int], None] = lambda prompt, depth: None
         self.rank_part = ""  # of the name of the model that is loaded, where ranks share it
         self.exact_prefill = exact_prefill
         self._on_stored = on_stored
@@ -106,18 +108,18 @@ class TenantPromptCache(TieredPromptCache):
         if request is None or not len(request.prompt):
             return None, tokens
         prompt_cache, rest = super().fetch_nearest_cache(model, request.prompt)
-        self._look_at_cold(request, len(request.prompt) - len(rest))
+        self._note_hit(request, len(request.prompt) - len(rest))
         if not len(rest):  # mlx-lm's batches need a token to go on from
             request.prompt.given_rows.tokens = 0
             return None, tokens
         return prompt_cache, tokens[len(tokens) - len(rest) :]
 
-    def _look_at_cold(self, request: TokenizedRequest, hit: int) -> None:
+    def _note_hit(self, request: TokenizedRequest, hit: int) -> None:
         """Note where a request that hit little parted from what is stored, before it is stored itself."""
-        if request.answers is None or hit >= self.cache.settings.cold_below * (len(request.prompt) - 1):
-            return
         try:
-            request.answers.part(self.cache.parting(request.prompt, hit))
+            self.heard_hit(request.prompt, hit)
+            if request.answers is not None and hit < self.cache.settings.cold_below * (len(request.prompt) - 1):
+                request.answers.part(self.cache.parting(request.prompt, hit))
         except Exception as error:
             self._fail(error)
 

@@ -25,6 +25,7 @@ from mlx_lm import server, utils
 from mlx_lm.generate import BatchGenerator, stream_generate
 
 from prefixcache.servers.request_schema import RequestRefused
+from prefixcache.servers.told_answer import ToldAnswer
 from prefixcache.upstream import classes_of, download
 
 MLX_LM_0_31 = version("mlx-lm").startswith("0.31.")
@@ -195,6 +196,7 @@ LONG = ("messages", "prompt", "tools")  # fields that mlx-lm's reading of a body
 class Completion(server.APIHandler):
     """mlx-lm's reading of a request's fields, and its answer, on the connection of `http`, a handler of ours. Its
     `complete(completion, request, answer)` has a request answered by `answer()`; its `send_cors_headers` lets pages read it.
+    `told`: what its client was told so far.
 
     Patch: mlx-lm's handler owns its connection, so it is made without one and given a body of its own. RequestRefused for
     what it refuses: its own errors have another form, and it says 404 whatever a request failed of. Issue: none filed. Goes
@@ -207,6 +209,7 @@ class Completion(server.APIHandler):
         self._long = {} if debugging else {name: fields.pop(name) for name in LONG if name in fields}
         body = json.dumps(fields).encode()
         self.created, self.system_fingerprint = int(time.time()), FINGERPRINT
+        self.told = ToldAnswer()
         self.response_generator, self.path = generator, http.path
         self.headers, self.rfile = {"Content-Length": str(len(body))}, io.BytesIO(body)
         self.wfile, self.send_response = http.wfile, http.send_response
@@ -231,6 +234,10 @@ class Completion(server.APIHandler):
     def handle_completion(self, request: Any, stop_words: Any) -> None:
         answer = partial(super().handle_completion, request, stop_words)
         self._http.complete(self, request, answer)
+
+    def generate_response(self, text: str, *args: Any, **more: Any) -> Any:
+        self.told.add(text, more.get("tool_calls"), more.get("reasoning_text"))
+        return super().generate_response(text, *args, **more)
 
     def _set_completion_headers(self, status_code: int = 200) -> None:
         if (error := sys.exc_info()[1]) is not None:
