@@ -313,7 +313,7 @@ def test_a_request_that_comes_waits_for_one_chunk(chats, monkeypatch):
         return compute(*args, progress=chunk, **options)
 
     monkeypatch.setattr(module, "warm_sequences", warm_sequences)
-    monkeypatch.setattr(module, "BLOCK", 32)
+    monkeypatch.setattr(module, "CHUNK", 16)
     monkeypatch.setattr(module, "LEAST", 1)
     with chats.generator.idle.held():
         asked = chats.ask("one", text(400, "long"))
@@ -442,7 +442,7 @@ def test_of_sessions_that_end_nothing_is_left(thinking, tmp_path):
         assert computed(server) > 0
 
 
-def test_clients_that_go_away_and_many_at_once_are_answered(thinking, tmp_path):
+def test_chats_by_turns_are_answered_the_same_whatever_was_begun_between_them(thinking, tmp_path):
     with serving(tmp_path / "log", "--model", thinking, *FLAGS) as server:
         chats = [user(text(200, f"chat {number}")) for number in range(4)]
         for _ in range(3):

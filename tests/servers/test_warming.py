@@ -133,6 +133,16 @@ def test_so_they_do_after_an_answer(tokenizer: Any, content: str) -> None:
     assert "7615<|end|>" in tokenizer.decode(stored)
 
 
+@given(content=st.text(max_size=12))
+def test_so_they_do_after_a_call_whatever_its_tool_says(tokenizer: Any, content: str) -> None:
+    call = {"id": "7", "type": "function", "function": {"name": "count", "arguments": "{}"}}
+    chat = [SYSTEM, USER, {"role": "assistant", "content": "I count.", "tool_calls": [call]}]
+    stored = tokens_of(tokenizer, prompt(*chat))
+    request, _ = requested(tokenizer, [*chat, {"role": "tool", "tool_call_id": "7", "content": content}])
+    assert request[: len(stored)] == stored
+    assert tokenizer.decode(stored).rstrip().endswith("<|tool|>")
+
+
 def test_tools_and_the_templates_arguments_are_rendered_as_the_server_does_it(rich: Any) -> None:
     server, own = {"day": "Monday", "enable_thinking": False}, {"day": "Friday"}
     for kwargs in (None, own):

@@ -124,6 +124,13 @@ def test_a_chat_beside_stock_is_hit_at_its_second_turn_and_after_a_restart(tmp_p
     assert not list(tmp_path.iterdir()), "a bench left files behind"
 
 
+def test_a_next_turn_after_a_pause_has_fewer_tokens_to_compute(tmp_path):
+    for figure in figures("next-turns"):
+        assert figure.raw["computed"] >= figure.raw["hit"] > 0
+        assert figure.raw["own"] < figure.raw["all"]
+    assert not list(tmp_path.iterdir()), "a bench left files behind"
+
+
 def test_unique_tokens_are_those_of_the_trie_of_all_prompts():
     prompts = [[1, 2, 3], [1, 2, 4, 5], [7], [1, 2], [1, 2, 3, 6], [1, 2, 3]]
     assert server.unique_tokens(prompts) == len({tuple(p[: i + 1]) for p in prompts for i in range(len(p))}) == 7

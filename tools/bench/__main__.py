@@ -23,7 +23,7 @@ GROUPS = {  # the modules whose FIGURES they are
     "ranks": ("ranks",),
     "pictures": ("pictures",),
     "agents": ("agents.replay",),
-    "server": ("server", "first_tokens", "server_load", "slow_hits"),
+    "server": ("server", "first_tokens", "next_turns", "server_load", "slow_hits"),
 }
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 """What the next turn of a chat begins with, computed ahead while a server has no request (`idle_work`): the answer as the
-template writes it in a history, which may drop its thoughts, and the opening of the turn behind it. Decision 0050 says why.
+template writes it in a history, which may drop its thoughts, and the opening of the turn behind it. Decision 0052 says why.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import psutil
 
-from prefixcache.keys import BLOCK, as_tokens, common_prefix
+from prefixcache.keys import as_tokens, common_prefix
 from prefixcache.servers.keeping import Keeping
 from prefixcache.servers.mlx_lm.generator import Generator
 from prefixcache.servers.mlx_lm.idle_work import Check
@@ -27,6 +27,7 @@ from prefixcache.tiers.prompt import Prompt
 log = logging.getLogger("prefixcache")
 
 LEAST = 32  # tokens that are worth it; the end of a turn and the opening of the next have fewer
+CHUNK = 64  # tokens that are computed at once: a request that comes waits for these at most
 WAITING = 8  # turns that wait for their time, and turns whose hits are counted
 LABEL = "assistant"  # mlx_lm.server's word for what ends with an answer
 
@@ -165,7 +166,7 @@ class NextTurns:
                 lambda: provider.nets,
                 [WarmSequence(turn.beginning, turn.request.salt, session, LABEL)],
                 model=prompt.model,
-                prefill_step_size=min(BLOCK, provider.cli_args.prefill_step_size),
+                prefill_step_size=min(CHUNK, provider.cli_args.prefill_step_size),
                 progress=progress,
             )
         finally:
