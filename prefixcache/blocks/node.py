@@ -41,6 +41,9 @@ class Window(NamedTuple):
         return boundary - self.size + self.keep + 1
 
 
+SHARED, TURN = "shared", "turn"  # what a tail may end: a beginning that prompts share, the prompt of a turn
+
+
 class Slot:
     """One image's place, and what is known of the image. `tiers` says where it is: a bit a tier, RAM's the lowest."""
 
@@ -117,7 +120,7 @@ class Node:
         "children",
         "dependents",
         "end",
-        "ends_turn",
+        "ends",
         "key",
         "label",
         "parent",
@@ -138,7 +141,7 @@ class Node:
         self.tokens = tokens
         self.key = key
         self.label = label  # of the store that brought it; for statistics
-        self.ends_turn = False  # a tail at whose end later prompts may part: see `superseded`
+        self.ends = ""  # what ends with it, a tail behind which prompts part: SHARED, a TURN, or nothing
         self.start: int = parent.end if parent else 0
         self.end: int = self.start + len(tokens) // TOKEN_BYTES
         self.children: list[Node] = _NONE  # sorted by tokens

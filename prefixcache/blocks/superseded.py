@@ -23,12 +23,12 @@ def is_superseded(graph: Graph, slot: Slot, successor: Node, tier: int) -> bool:
 
     Only what is in the same tier counts: durable for what is durable. So no boundary that could be hit is lost, whether
     the image that it was hit by was in RAM, below it only, or had rows that the successor's live cache no longer held. Nor is
-    the end of a medium or of a turn (decision 0050), where others go on: there the tail has the rows as they were computed,
-    and a whole block codes.
+    the end of a medium, of a turn or of what prompts share (decision 0050), where others go on: there the tail has the rows
+    as they were computed, and a whole block codes.
     """
     if successor.rows is None or not successor.rows.is_in(tier):
         return False
-    if slot.node is not successor and (slot.node.is_media_tail or slot.node.ends_turn):
+    if slot.node is not successor and (slot.node.is_media_tail or slot.node.ends):
         return False
     if slot.kind == ROWS:
         return successor is not slot.node and not graph.has_dependents(slot, tier)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from prefixcache.blocks.budget import Reservation
 from prefixcache.blocks.lookup import required_images
 from prefixcache.blocks.masks import extra_of, held_mask, mask_of, window_key
-from prefixcache.blocks.node import BLOCK_BYTES, RAM, Node, Slot
+from prefixcache.blocks.node import BLOCK_BYTES, RAM, SHARED, TURN, Node, Slot
 from prefixcache.blocks.superseded import superseded_tails
 from prefixcache.image_format import ROWS, SNAPSHOT, WINDOW, Image, Spec
 from prefixcache.keys import BLOCK, TOKEN_BYTES, chain
@@ -419,8 +419,8 @@ class StoreCall:
             graph, counters = storage.graph, storage.counters
             walk = self.prompt.walk(self._namespace)
             depth = self.prompt.hit_depth(walk, graph.last, self._limit)
-            if 0 < depth == self.prompt.terms.turn_end and not (self.plan.lossless or self.plan.snapshots):
-                self._end_turn(walk.nodes)
+            if depth and depth in self.prompt.terms.ends and not (self.plan.lossless or self.plan.snapshots):
+                self._keep_tail(walk.nodes, TURN if depth == self.prompt.terms.ends.turn else SHARED)
             required = required_images(walk, depth, graph.last)
             graph.recency.request_ended(required)
             note_use(required, self.prompt.terms.session)
@@ -440,14 +440,15 @@ class StoreCall:
             given.state = depth if has_snapshot else 0
         return Stored(depth, self._new_tokens, self._new_bytes, has_snapshot, tuple(self.plan.raw))
 
-    def _end_turn(self, nodes: list[Node]) -> None:
+    def _keep_tail(self, nodes: list[Node], what: str) -> None:
         """Keep the last node of a path, if it is a tail, beside what will take its place; ends of earlier turns no longer."""
-        for earlier in [tail for node in nodes for tail in superseded_tails(node) if tail.ends_turn]:
-            earlier.ends_turn = False
+        for earlier in [tail for node in nodes for tail in superseded_tails(node) if tail.ends == what == TURN]:
+            earlier.ends = ""
             for slot in (*earlier.windows, earlier.rows):
                 if slot is not None:
                     self._storage.drop_superseded(slot)
-        nodes[-1].ends_turn = not nodes[-1].is_whole
+        if not nodes[-1].is_whole:
+            nodes[-1].ends = what
 
 
 def _most_rows(node: Node, wanted: int) -> Slot | None:

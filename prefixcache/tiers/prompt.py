@@ -40,6 +40,18 @@ class Hit(NamedTuple):
     pinned: list[Slot]
 
 
+class PromptEnds(NamedTuple):
+    """After how many tokens others may part from a prompt: where a beginning ends that they share, and where its turn does. 0
+    where that is not known.
+    """
+
+    shared: int = 0
+    turn: int = 0
+
+
+NO_ENDS = PromptEnds()
+
+
 @dataclass(frozen=True)
 class PromptTerms:
     """What tokens are stored and looked up under: see `PrefixCache.prompt`. `form` is a `layers.form.CacheForm`, or None."""
@@ -50,7 +62,7 @@ class PromptTerms:
     label: str = ""
     whole_blocks: bool = False
     session: str = ""
-    turn_end: int = 0
+    ends: PromptEnds = NO_ENDS
 
 
 @dataclass
@@ -142,12 +154,12 @@ class Prompt:
         named.terms = replace(self.terms, session=sys.intern(session))
         return named
 
-    def with_turn_end(self, tokens: int) -> Prompt:
-        """Return the same prompt, of which a store of so many tokens leaves a tail that stays when an answer makes its block
-        whole: the next turn may part from this one there, as where it leaves thoughts out.
+    def with_ends(self, *, shared: int = 0, turn: int = 0) -> Prompt:
+        """Return the same prompt, of which stores of so many tokens leave a tail that stays when its block becomes whole:
+        others may part there, as the next turn where it leaves thoughts out. A turn's stays until the next one's is stored.
         """
         ended = copy.copy(self)
-        ended.terms = replace(self.terms, turn_end=tokens)
+        ended.terms = replace(self.terms, ends=PromptEnds(shared, turn))
         return ended
 
     def rope_delta(self, depth: int) -> int:

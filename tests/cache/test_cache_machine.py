@@ -611,12 +611,12 @@ class NeighboursMachine(CacheMachine):
         """The next turn goes on from the last one's end, though an answer has made its block whole."""
         self.turns += 1
         tokens = [*tokens, 10_000 + self.turns]
-        live, prompt = states.LAYERS[self.layers](), self.asked(tokens).with_turn_end(len(tokens))
+        live, prompt = states.LAYERS[self.layers](), self.asked(tokens).with_ends(turn=len(tokens))
         states.stored_in_steps(self.cache, prompt, live, 0, self.step)
         states.stored_in_steps(self.cache, prompt.continued([6] * answer), live, len(tokens), self.step)
         self.note_stored([*tokens, *[6] * answer])
         if parted:
-            following = self.asked([*tokens, *[7] * 300]).with_turn_end(len(tokens) + 300)
+            following = self.asked([*tokens, *[7] * 300]).with_ends(turn=len(tokens) + 300)
             states.stored_in_steps(self.cache, following, states.LAYERS[self.layers](), 0, self.step)
             self.note_stored(list(following.given))
         made, rest = self.cache.fetch(self.asked([*tokens, 8, 9]), promote=True)

@@ -21,7 +21,7 @@ def store(cache: PrefixCache, layers: str, *, turn_end: int | None, thought: int
     """A turn of `PROMPT`, as a server stores it: in steps, then with the answer that the model gives."""
     prompt = cache.prompt(PROMPT, model="m", whole_blocks=True)
     if turn_end is not None:
-        prompt = prompt.with_turn_end(turn_end)
+        prompt = prompt.with_ends(turn=turn_end)
     live = states.stored_in_steps(cache, prompt, states.LAYERS[layers](), 0, 256)
     states.stored_in_steps(cache, prompt.continued([thought] * answer), live, len(PROMPT), 256)
 
@@ -74,11 +74,26 @@ def test_the_next_turn_takes_its_place(same, more):
     with PrefixCache(ram="20MB", codec=CODEC) as cache:
         store(cache, "every token", turn_end=600, thought=6)
         tokens = [*PROMPT, *([6] * 300 if same else []), *([7] * more)]
-        following = cache.prompt(tokens, model="m", whole_blocks=True).with_turn_end(len(tokens))
+        following = cache.prompt(tokens, model="m", whole_blocks=True).with_ends(turn=len(tokens))
         states.stored_in_steps(cache, following, states.LAYERS["every token"](), 0, 256)
         assert hit(cache, [*tokens, 9, 9]) == len(tokens)
         assert hit(cache, [*PROMPT, 9, 9]) == (600 if len(tokens) < 768 else 512)
-        assert sum(node.ends_turn for node in nodes(cache)) == 1
+        assert [node.ends for node in nodes(cache) if node.ends] == ["turn"]
+
+
+@pytest.mark.parametrize("layers", sorted(states.LAYERS))
+def test_the_end_of_what_is_shared_stays(layers):
+    """A system text ends within a block of each prompt that begins with it."""
+    with PrefixCache(ram="20MB", codec=CODEC) as cache:
+        for talk in range(3):
+            tokens = [*PROMPT, *[6 + talk] * 300]
+            prompt = cache.prompt(tokens, model="m", whole_blocks=True).with_ends(shared=600, turn=900)
+            made, rest = cache.fetch(prompt)
+            assert 900 - len(rest) == (600 if talk else 0)
+            at, live = 900 - len(rest), made or states.LAYERS[layers]()
+            live = states.stored_in_steps(cache, prompt.first(600), live, at, 256)
+            states.stored_in_steps(cache, prompt, live, 600, 256)
+            cache.check_integrity()
 
 
 @given(shared=st.integers(512, 600), answer=st.integers(1, 600))

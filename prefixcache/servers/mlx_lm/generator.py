@@ -372,14 +372,13 @@ class Generator:
         ends = np.cumsum([len(segment) for segment in tokenized[1]])
         boundaries = tuple(int(end) for end in sorted({*ends[:-1], len(ids) - 1}))
         keeping: Keeping = getattr(request, "keeping", Keeping())
-        leases = keeping.leases(len(ids), system_end(*tokenized[1:3]))
-        prompt = prompt.in_session(keeping.session)
-        if _ends_turn(request, tokenizer):
-            prompt = prompt.with_turn_end(len(ids) - 1)
+        system = system_end(*tokenized[1:3])
+        leases = keeping.leases(len(ids), system)
+        turn = len(ids) - 1 if _ends_turn(request, tokenizer) else 0
         return TokenizedRequest(
             tokenizer,
             tokenized,
-            prompt,
+            prompt.in_session(keeping.session).with_ends(shared=system, turn=turn),
             boundaries,
             getattr(request, "answers", None),
             leases if keeping.stored else None,

@@ -135,13 +135,14 @@ class PromptTokenizer:
         if not len(tokens):  # the loop would die of it
             raise RequestRefused("the prompt has no tokens: give some text")
         is_chat = request.request_type == "chat" and loaded.tokenizer.has_chat_template
-        if is_chat and not (self._provider.sliceable or _brings_template(args) or has_images(request)):
+        if is_chat and not (_brings_template(args) or has_images(request)):
 
             def tokenize(others: list[Message]) -> Any:
                 return self._by_mlx_lm(tokenizer, replace(request, messages=others, tools=tools), args)[0]
 
             terms = (loaded.key, tools, args.chat_template_kwargs)
-            tokenized = segments_at(tokenized, self._leading.ends(tokens, messages, terms, tokenize))
+            tools_end, *system_end = self._leading.ends(tokens, messages, terms, tokenize)
+            tokenized = segments_at(tokenized, system_end if self._provider.sliceable else [tools_end, *system_end])
         tokenized, rewritten = self._as_written(loaded, request, args, tokenized)
         room_for(len(tokenized[0]), loaded.context)
         return tokenized, rewritten
