@@ -48,6 +48,8 @@ LONGEST = [
     "cache/test_processes.py",
     "servers/test_admin.py",
     "kernels/test_transform_served.py",
+    "peers/test_vllm_mlx_media.py",
+    "peers/test_vllm_mlx_served.py",
     "cli/test_calibrate_command.py",
     "servers/test_requests.py",
     "servers/test_serve.py",

@@ -11,7 +11,7 @@ pytest.importorskip("mlx_vlm")
 
 from prefixcache.servers.vllm_mlx import installation as vllm_mlx
 from tests.vlm.folders import save
-from tests.vlm.pictures import CHATS, SAID, Chat, user
+from tests.vlm.pictures import CHATS, SAID, SYSTEM, Chat, user
 
 CACHE = {"ram": "100MB", "ssd": "100MB", "disk": False}
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma4")
@@ -107,9 +107,9 @@ def answers(generator: Generator, chats) -> list[list[int]]:
 def ours(wheel, loaded, opened, install):
     """Makes a generator with a PrefixCache of its own."""
 
-    def make(**values):
+    def make(options=None, **values):
         install(opened(**values))
-        return Generator(wheel, loaded)
+        return Generator(wheel, loaded, **(options or {}))
 
     make.model = loaded.model
     return make
@@ -145,6 +145,30 @@ def test_every_chat_is_answered_as_without_a_cache_and_hit_as_deep_as_it_is_the_
         assert (said[name].hit >= end, said[name].encoded) == (True, 1), name
     assert said["swapped"].hit >= start
     assert {name: generator(chat).tokens for name, chat in CHATS.items()} == {name: said[name].tokens for name in CHATS}
+
+
+def test_with_a_lossy_codec_prompts_are_computed_on_what_is_stored_and_so_answered_as_on_an_empty_cache(ours):
+    generator = ours({"prefill_step_size": 256}, codec="turboquant:4")
+    system = SYSTEM | {"content": SYSTEM["content"] * 2}
+    chats = {name: [system, *chat[1:]] for name, chat in CHATS.items() if name != "no picture"}
+    cold = {}
+    for name, chat in chats.items():
+        generator.generator.prefix_cache.clear()
+        cold[name] = generator(chat)
+        assert cold[name].hit == 0
+    generator.generator.prefix_cache.clear()
+    for _ in range(2):
+        said = {name: generator(chat) for name, chat in chats.items()}
+        assert {name: of.tokens for name, of in said.items()} == {name: of.tokens for name, of in cold.items()}
+    assert all(of.hit > 200 and of.encoded == 0 for of in said.values())
+
+
+def test_prompts_longer_than_the_bound_of_the_window_are_computed_whole(ours, wheel, loaded):
+    options = {"max_kv_size": 128}
+    generator, plain = ours(options), Generator(wheel, loaded, cached=False, **options)
+    for chat in (CHATS["one picture"], CHATS["it again"], CHATS["another question"]):
+        said = generator(chat)
+        assert (said.hit, said.tokens) == (0, plain(chat).tokens)
 
 
 def test_requests_of_one_batch_keep_their_pictures_and_positions(ours, plain):

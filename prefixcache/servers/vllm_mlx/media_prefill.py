@@ -13,6 +13,8 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
+from prefixcache.codecs import Raw
+from prefixcache.media import chunks
 from prefixcache.servers.causality import NotCausal, media_are_whole
 from prefixcache.servers.media_inputs import media_inputs, placeholders
 from prefixcache.servers.vllm_mlx.prefix_cache import PromptHit, TieredPrefixCache
@@ -61,10 +63,14 @@ def reusing(encode: Callable[..., mx.array]) -> Callable[..., mx.array]:
         whole = functools.partial(encode, self, request, cache)
         if cache is None or not isinstance(self.prefix_cache, TieredPrefixCache):
             return whole()
+        if (
+            0 < self.max_kv_size < request.input_ids.size
+        ):  # a ring that turned over: in parts, tokens see others than at once
+            return whole()
         try:
             prefill = MediaPrefill(self, request, cache)
         except Exception as error:
-            log.warning("a prompt with pictures is not kept: %s: %s", type(error).__name__, error)
+            self.prefix_cache.warn_once("a prompt with pictures is not kept: %s: %s", type(error).__name__, error)
             return whole()
         return prefill.run(whole)
 
@@ -89,6 +95,7 @@ class MediaPrefill:
         self.prompt: Prompt = self.kept.prompt(tokens, self.inputs.media)
         self.recurrent: bool = generator._needs_prefill_checkpoint(cache)
         self.kinds = {name: arrays[name] for name in KINDS if arrays.get(name) is not None}
+        self.lossless = isinstance(self.kept.cache.codec, Raw)
         self.divisible = self.inputs.parts is not None
 
     def run(self, whole: Callable[[], mx.array]) -> mx.array:
@@ -106,27 +113,29 @@ class MediaPrefill:
             try:
                 logits = self._computed(edges)
             except Exception as error:
-                log.warning("a hit is not used: %s: %s", type(error).__name__, error)
+                self.kept.warn_once("a hit is not used: %s: %s", type(error).__name__, error)
                 self.cache[:] = empty_layers(self.generator)
-                logits = whole()
+                logits, edges = whole(), [0, len(self.prompt)]
         else:
             logits = whole()
-        self._store(self.prompt, {"last_logits": logits[:, -1, :]} if self.recurrent else {})
+        auxiliary = {"last_logits": logits[:, -1, :]} if self.recurrent else {}
+        self.kept.keep(self.prompt, self.cache, auxiliary, write_back_from=edges[-2])
         return self._ended(logits)
 
     def _boundaries(self, depth: int) -> list[int]:
-        """Return where recurrent state is stored on the way, behind a hit: before the first picture, where other prompts
-        part from this one, and before the tokens that make the model think, which the next turn doesn't have.
+        """Return where the state is stored on the way, behind a hit: with a lossy codec in steps that end with blocks, since
+        the next is computed on what is stored; recurrent state before the first picture, where other prompts part from this
+        one, and before the tokens that make the model think, which the next turn doesn't have.
         """
-        if not self.recurrent or not self.divisible:
-            return []
-        end = len(self.prompt)
-        places = {
-            self.inputs.media[0].start,
-            self.kept.cache.branch_point(self.prompt),
-            end - self.generator._think_suffix_len,
-        }
-        return sorted(place for place in places if depth < place < end)
+        end, places = len(self.prompt), set()
+        if not self.lossless:
+            step = self.generator.prefill_step_size
+            places = {last for _, last in chunks(depth, end - 1, step, self.prompt.media) if last < end - 1}
+        if self.recurrent:
+            places |= {self.inputs.media[0].start, end - self.generator._think_suffix_len}
+            places.add(self.kept.cache.branch_point(self.prompt))
+        first = 0 if self.divisible else self.inputs.media[-1].end
+        return sorted(place for place in places if max(depth, first - 1) < place < end)
 
     def _computed(self, edges: list[int]) -> mx.array:
         """Compute the tokens from the first edge on, store the state at those between, and return the last part's logits."""
@@ -140,14 +149,9 @@ class MediaPrefill:
                 about = kinds | {name: value for name, value in embedded.items() if value is not None} | about
             output = model.language_model(ids, cache=self.cache, **about)
             if end < len(self.prompt):
-                self._store(self.prompt.first(end), {})
+                self.kept.keep(self.prompt.first(end), self.cache, write_back_from=start)
         logits: mx.array = getattr(output, "logits", output)
         return logits
-
-    def _store(self, prompt: Prompt, auxiliary: dict[str, Any]) -> None:
-        entry = self.kept.prepare_store(prompt, self.cache, auxiliary)
-        if entry is not None:
-            self.kept.commit_prepared(entry)
 
     def _ended(self, logits: mx.array) -> mx.array:
         """Leave the request as vllm-mlx's own prefill does, and the model with its positions, which are asked for next."""

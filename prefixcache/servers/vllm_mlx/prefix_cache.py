@@ -82,7 +82,7 @@ class TieredPrefixCache:
         self._said: set[str] = set()
         self._hits = self._misses = self._saved = self._rejections = self._evicted_before = 0
         if getattr(config, "kv_quantize", False):
-            self._say("KV quantisation of vllm-mlx is not used: what is kept is coded by %s", cache.codec)
+            self.warn_once("KV quantisation of vllm-mlx is not used: what is kept is coded by %s", cache.codec)
 
     # -- finding ------------------------------------------------------------------------------------------------------
 
@@ -134,12 +134,19 @@ class TieredPrefixCache:
         return PromptHit("exact" if depth == len(prompt) else "prefix", prompt_cache, depth)
 
     def prompt(self, tokens: Sequence[int] | Prompt, media: Sequence[Media] = ()) -> Prompt:
-        """Return a request's tokens, with what stands at its placeholders, as a `Prompt` of this model."""
+        """Return a request's tokens as a `Prompt` of this model. One with media is computed on what is stored, so that its
+        hits end with whole blocks.
+        """
         if isinstance(tokens, Prompt):
             return tokens
-        given = as_tokens(tokens)
         return self.cache.prompt(
-            given, model=self.model_name, salt=self._salt, like=self.like, label=LABEL, media=media
+            as_tokens(tokens),
+            model=self.model_name,
+            salt=self._salt,
+            like=self.like,
+            label=LABEL,
+            whole_blocks=bool(media),
+            media=media,
         )
 
     def clone_for_replay(self, cache: list[Any]) -> list[Any]:
@@ -182,7 +189,7 @@ class TieredPrefixCache:
         return entry is not None and self.commit_prepared(entry, evict_prefixes)
 
     def prepare_store(
-        self, tokens: Sequence[int] | Prompt, cache: list[Any], auxiliary: dict[str, Any] | None = None
+        self, tokens: list[int], cache: list[Any], auxiliary: dict[str, Any] | None = None
     ) -> PreparedEntry | None:
         """Encode the state of these tokens now, since the caller goes on with the cache. None when it can't be kept.
 
@@ -191,15 +198,32 @@ class TieredPrefixCache:
         becomes of the request. Holding them back would cost a second copy of what is shared, or a second encoding.
         The auxiliary data does wait for the commit.
         """
-        if not len(tokens) or not cache or len(tokens) < self._least:
+        return self._prepare(tokens, cache, auxiliary, None)
+
+    def keep(
+        self, prompt: Prompt, layers: list[Any], auxiliary: dict[str, Any] | None = None, *, write_back_from: int = 0
+    ) -> None:
+        """Store the state of a prompt, whose rows in `layers` become what a hit gives: see `PrefixCache.store`."""
+        entry = self._prepare(prompt, layers, auxiliary, write_back_from)
+        if entry is not None:
+            self.commit_prepared(entry)
+
+    def _prepare(
+        self,
+        tokens: Sequence[int] | Prompt,
+        layers: list[Any],
+        auxiliary: dict[str, Any] | None,
+        write_back_from: int | None,
+    ) -> PreparedEntry | None:
+        if not len(tokens) or not layers or len(tokens) < self._least:
             return None
         try:
             prompt = self.prompt(tokens)
             self.promotions.ended(prompt)
-            stored = self.cache.store(prompt, cache)
+            stored = self.cache.store(prompt, layers, write_back_from=write_back_from)
             if not stored.tokens:
                 raise MemoryError("the budget has no room for its first block")
-            self.cache.keep_hot(prompt, cache)
+            self.cache.keep_hot(prompt, layers)
             held = {name: hold(value) for name, value in (auxiliary or {}).items()}
         except Exception as error:
             self._reject(error)
@@ -277,7 +301,7 @@ class TieredPrefixCache:
     def set_ssd_tier(self, ssd_tier: Any) -> None:
         """vllm-mlx's own SSD tier is never used; the PrefixCache has one of its own (setting `ssd_dir`)."""
         if ssd_tier is not None:
-            self._say("--ssd-cache-dir is not used: give the PrefixCache an ssd_dir")
+            self.warn_once("--ssd-cache-dir is not used: give the PrefixCache an ssd_dir")
 
     def check_ssd(self, tokens: list[int]) -> dict[str, Any] | None:
         """Return None: what the SSD has came with `fetch`, as far as waiting for it paid."""
@@ -286,12 +310,12 @@ class TieredPrefixCache:
     def save_to_disk(self, cache_dir: str) -> bool:
         """Make what RAM holds durable, in the PrefixCache's own directory. False without one, or when it took too long."""
         if self.cache.stats().ssd is None:
-            self._say("nothing is kept over a restart: the PrefixCache has no ssd_dir")
+            self.warn_once("nothing is kept over a restart: the PrefixCache has no ssd_dir")
             return False
         with self._quietly("saving"):
             if self.cache.flush():
                 return self.cache.stats().images_on_ssd > 0
-            self._say("not all of RAM was written within close_timeout=%s s", self.cache.settings.close_timeout)
+            self.warn_once("not all of RAM was written within close_timeout=%s s", self.cache.settings.close_timeout)
         return False
 
     def load_from_disk(self, cache_dir: str) -> int:
@@ -362,7 +386,7 @@ class TieredPrefixCache:
     def _reject(self, error: Exception) -> None:
         with self._lock:
             self._rejections += 1
-        self._say("a prompt cache was not kept: %s: %s", type(error).__name__, error)
+        self.warn_once("a prompt cache was not kept: %s: %s", type(error).__name__, error)
 
     @contextmanager
     def _quietly(self, what: str) -> Iterator[None]:
@@ -370,9 +394,9 @@ class TieredPrefixCache:
         try:
             yield
         except Exception as error:
-            self._say(f"{what} failed: %s: %s", type(error).__name__, error)
+            self.warn_once(f"{what} failed: %s: %s", type(error).__name__, error)
 
-    def _say(self, text: str, *values: Any) -> None:
+    def warn_once(self, text: str, *values: Any) -> None:
         """Warn, once for each kind of thing."""
         with self._lock:
             level = logging.DEBUG if text in self._said else logging.WARNING
