@@ -37,14 +37,14 @@ def media_are_whole(model: Any, placeholder: int, new_layers: Callable[[], list[
     if family in REFUSED:
         raise NotCausal(f"{family}: {REFUSED[family]}; its prompts can't be hit")
     try:
-        return _tried(_Trial(model, placeholder, new_layers))
+        return _tried(_TriedModel(model, placeholder, new_layers))
     except NotCausal as error:
         raise NotCausal(f"{family}: {error}; its prompts can't be hit") from None
     except Exception as error:
         raise NotCausal(f"{family}: it can't be tried ({type(error).__name__}: {error})") from error
 
 
-class _Trial:
+class _TriedModel:
     """A prompt of random tokens with one medium, given to the language model as mlx-vlm's server gives it."""
 
     def __init__(self, model: Any, placeholder: int, new_layers: Callable[[], list[Any]]):
@@ -83,6 +83,7 @@ class _Trial:
     def _computed(self, embeddings: mx.array, *cuts: int) -> np.ndarray:
         """Return the logits (tokens, vocabulary), computed in chunks that end at these places and at the end."""
         language_model, layers = self._model.language_model, self._new_layers()
+        _forget_positions(language_model)
         logits = []
         for first, last in pairwise([0, *cuts, TOKENS]):
             given = {name: array[:, first:last] for name, array in self._of_tokens.items()}
@@ -90,13 +91,18 @@ class _Trial:
                 self._ids[:, first:last], inputs_embeds=embeddings[:, first:last], cache=layers, **given
             )
             logits.append(np.array(chunk.logits[0].astype(mx.float32)))
-        for remembered in ("_position_ids", "_rope_deltas"):
-            if hasattr(language_model, remembered):
-                setattr(language_model, remembered, None)
+        _forget_positions(language_model)
         return np.concatenate(logits)
 
 
-def _tried(trial: _Trial) -> bool:
+def _forget_positions(language_model: Any) -> None:
+    """Let a model of mlx-vlm's forget the positions of the prompt before, which it would take for the next one's."""
+    for remembered in ("_position_ids", "_rope_deltas"):
+        if hasattr(language_model, remembered):
+            setattr(language_model, remembered, None)
+
+
+def _tried(trial: _TriedModel) -> bool:
     moved = trial.moved_by(TOKENS - 1)
     if moved.any():
         raise NotCausal(f"token {moved.argmax()} of a prompt of {TOKENS} depends on the last one")

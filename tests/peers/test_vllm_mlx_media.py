@@ -6,6 +6,8 @@ import sys
 from typing import NamedTuple
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 pytest.importorskip("mlx_vlm")
 
@@ -145,6 +147,27 @@ def test_every_chat_is_answered_as_without_a_cache_and_hit_as_deep_as_it_is_the_
         assert (said[name].hit >= end, said[name].encoded) == (True, 1), name
     assert said["swapped"].hit >= start
     assert {name: generator(chat).tokens for name, chat in CHATS.items()} == {name: said[name].tokens for name in CHATS}
+
+
+PARTS = st.sampled_from([1, 2, "and ", "Which of them? ", "Say what you see, at length, and why. " * 9])
+TURNS = st.lists(st.lists(PARTS, min_size=1, max_size=5), min_size=1, max_size=2)
+
+
+@settings(max_examples=6)
+@given(st.lists(TURNS, min_size=1, max_size=4))
+def test_any_chats_are_answered_as_without_a_cache(ours, plain, asked):
+    generator = ours(ram="3MB")  # some of it is evicted
+    for turns in asked:
+        chat = [message for parts in turns for message in (user(*parts), SAID)][:-1]
+        assert [generator(chat, 4).tokens] == [tokens[:4] for tokens in plain(chat)]
+        generator.generator.prefix_cache.cache.check_integrity()
+
+
+def test_a_cache_that_was_closed_fails_no_request(ours, plain):
+    generator = ours()
+    for chat in (CHATS["one picture"], CHATS["another question"], CHATS["no picture"]):
+        assert [generator(chat).tokens] == plain(chat)
+        generator.generator.prefix_cache.cache.close()
 
 
 def test_with_a_lossy_codec_prompts_are_computed_on_what_is_stored_and_so_answered_as_on_an_empty_cache(ours):

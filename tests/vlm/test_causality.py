@@ -40,6 +40,14 @@ def test_only_gemma4s_pictures_are_whole(family, tmp_path):
     assert tried(model) == (family == "gemma4")
 
 
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_5"])
+def test_what_a_model_remembers_of_the_prompt_before_does_not_count(family, tmp_path):
+    model, _ = mlx_vlm.load(str(folders.save(family, tmp_path)))
+    model.language_model._position_ids = mx.random.randint(0, 500, (3, 1, 999))
+    model.language_model._rope_deltas = mx.array([[-70]])
+    assert not tried(model)
+
+
 def test_gemma4_is_refused_as_long_as_its_pictures_come_out_otherwise_behind_a_hit(tmp_path):
     model, _ = mlx_vlm.load(str(folders.save("gemma4", tmp_path)))
     with pytest.raises(NotCausal, match="gemma4: a medium that is computed behind a hit comes out otherwise"):

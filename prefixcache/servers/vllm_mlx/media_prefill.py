@@ -65,7 +65,7 @@ def reusing(encode: Callable[..., mx.array]) -> Callable[..., mx.array]:
             return whole()
         if (
             0 < self.max_kv_size < request.input_ids.size
-        ):  # a ring that turned over: in parts, tokens see others than at once
+        ):  # in parts, tokens would see others of the window than at once
             return whole()
         try:
             prefill = MediaPrefill(self, request, cache)
@@ -96,31 +96,46 @@ class MediaPrefill:
         self.recurrent: bool = generator._needs_prefill_checkpoint(cache)
         self.kinds = {name: arrays[name] for name in KINDS if arrays.get(name) is not None}
         self.lossless = isinstance(self.kept.cache.codec, Raw)
-        self.divisible = self.inputs.parts is not None
+        # Pictures that can't be told apart are computed together or not at all: a hit is behind them.
+        self.first = 0 if self.inputs.parts is not None else self.inputs.media[-1].end
 
     def run(self, whole: Callable[[], mx.array]) -> mx.array:
         """Compute the prompt behind a hit, or all of it by `whole`, and store it. Returns logits, of the last token last."""
+        in_parts = None
+        try:
+            in_parts = self._in_parts()
+        except Exception as error:
+            self.kept.warn_once("a hit is not used: %s: %s", type(error).__name__, error)
+            self.cache[:] = empty_layers(self.generator)
+        logits, since = (whole(), 0) if in_parts is None else in_parts
+        auxiliary = {"last_logits": logits[:, -1, :]} if self.recurrent else {}
+        self.kept.keep(self.prompt, self.cache, auxiliary, write_back_from=since)
+        self.request.vision_encoded = True
+        self.generator._release_preprocessed_inputs(self.request)
+        if self.request.rope_deltas is not None:  # which the generator asks the model for
+            self.generator.language_model._rope_deltas = self.request.rope_deltas
+        return logits
+
+    def _in_parts(self) -> tuple[mx.array, int] | None:
+        """Compute what a hit leaves, in the parts between which the state is stored. Returns the last part's logits, and the
+        token that it begins with; None where all of the prompt is one part.
+        """
         exact = self.kept.fetch_exact_auxiliary(self.prompt)
-        hit = self.kept.look_up(self.prompt, 0 if self.divisible else self.inputs.media[-1].end)
+        hit = self.kept.look_up(self.prompt, self.first)
         if hit.prompt_cache is not None and self.generator._prepare_rotating_caches(hit.prompt_cache):
             self.cache[:] = hit.prompt_cache
             if exact is not None:
-                return self._ended(exact["last_logits"][:, None])
+                return exact["last_logits"][:, None], hit.depth
         else:
             hit = PromptHit("miss")
         edges = [hit.depth, *self._boundaries(hit.depth), len(self.prompt)]
-        if edges[0] or len(edges) > 2:
-            try:
-                logits = self._computed(edges)
-            except Exception as error:
-                self.kept.warn_once("a hit is not used: %s: %s", type(error).__name__, error)
-                self.cache[:] = empty_layers(self.generator)
-                logits, edges = whole(), [0, len(self.prompt)]
-        else:
-            logits = whole()
-        auxiliary = {"last_logits": logits[:, -1, :]} if self.recurrent else {}
-        self.kept.keep(self.prompt, self.cache, auxiliary, write_back_from=edges[-2])
-        return self._ended(logits)
+        if edges == [0, len(self.prompt)]:
+            return None
+        for start, end in pairwise(edges):
+            logits = self._computed(start, end)
+            if end < len(self.prompt):
+                self.kept.keep(self.prompt.first(end), self.cache, write_back_from=start)
+        return logits, start
 
     def _boundaries(self, depth: int) -> list[int]:
         """Return where the state is stored on the way, behind a hit: with a lossy codec in steps that end with blocks, since
@@ -132,31 +147,18 @@ class MediaPrefill:
             step = self.generator.prefill_step_size
             places = {last for _, last in chunks(depth, end - 1, step, self.prompt.media) if last < end - 1}
         if self.recurrent:
-            places |= {self.inputs.media[0].start, end - self.generator._think_suffix_len}
-            places.add(self.kept.cache.branch_point(self.prompt))
-        first = 0 if self.divisible else self.inputs.media[-1].end
-        return sorted(place for place in places if max(depth, first - 1) < place < end)
+            places |= {self.kept.cache.branch_point(self.prompt), end - self.generator._think_suffix_len}
+            places |= {medium.start for medium in self.prompt.media[:1]}
+        return sorted(place for place in places if max(depth, self.first - 1) < place < end)
 
-    def _computed(self, edges: list[int]) -> mx.array:
-        """Compute the tokens from the first edge on, store the state at those between, and return the last part's logits."""
-        model = self.generator.model
-        for start, end in pairwise(edges):
-            ids, arrays = self.ids[:, start:end], self.inputs.between(start, end)
-            about = self.generator._language_model_kwargs(self.request, start, end)
-            if arrays:
-                embedded = model.get_input_embeddings(ids, mask=mx.ones_like(ids), **arrays).to_dict()
-                kinds = {name: self.kinds[name][:, start:end] for name in self.kinds}
-                about = kinds | {name: value for name, value in embedded.items() if value is not None} | about
-            output = model.language_model(ids, cache=self.cache, **about)
-            if end < len(self.prompt):
-                self.kept.keep(self.prompt.first(end), self.cache, write_back_from=start)
+    def _computed(self, start: int, end: int) -> mx.array:
+        """Compute the tokens from `start` to `end`, and return their logits."""
+        model, ids, arrays = self.generator.model, self.ids[:, start:end], self.inputs.between(start, end)
+        about = self.generator._language_model_kwargs(self.request, start, end)
+        if arrays:
+            embedded = model.get_input_embeddings(ids, mask=mx.ones_like(ids), **arrays).to_dict()
+            kinds = {name: self.kinds[name][:, start:end] for name in self.kinds}
+            about = kinds | {name: value for name, value in embedded.items() if value is not None} | about
+        output = model.language_model(ids, cache=self.cache, **about)
         logits: mx.array = getattr(output, "logits", output)
-        return logits
-
-    def _ended(self, logits: mx.array) -> mx.array:
-        """Leave the request as vllm-mlx's own prefill does, and the model with its positions, which are asked for next."""
-        self.request.vision_encoded = True
-        self.generator._release_preprocessed_inputs(self.request)
-        if self.request.rope_deltas is not None:
-            self.generator.language_model._rope_deltas = self.request.rope_deltas
         return logits
