@@ -34,14 +34,19 @@ def media_are_whole(model: Any, placeholder: int, new_layers: Callable[[], list[
     to be so, and where the model can't be tried.
     """
     family = str(getattr(model.config, "model_type", ""))
-    if family in REFUSED:
-        raise NotCausal(f"{family}: {REFUSED[family]}; its prompts can't be hit")
+    check_family(family)
     try:
         return _tried(_TriedModel(model, placeholder, new_layers))
     except NotCausal as error:
         raise NotCausal(f"{family}: {error}; its prompts can't be hit") from None
     except Exception as error:
         raise NotCausal(f"{family}: it can't be tried ({type(error).__name__}: {error})") from error
+
+
+def check_family(family: str) -> None:
+    """Raise NotCausal for a model_type whose prompts are known to be of no use to others."""
+    if family in REFUSED:
+        raise NotCausal(f"{family}: {REFUSED[family]}; its prompts can't be hit")
 
 
 class _TriedModel:

@@ -15,6 +15,7 @@ and in `BatchedModelKit.__init__`, in the place of `LRUPromptCache()`:
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,8 +25,9 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from prefixcache.cache import PrefixCache
-from prefixcache.identity import model_identity, version_of
+from prefixcache.identity import folder_of, model_identity, version_of
 from prefixcache.media import Media, media_digest
+from prefixcache.servers.causality import check_family
 from prefixcache.servers.mlx_lm.prompt_cache import TieredPromptCache
 from prefixcache.servers.read_or_compute import ReadOrCompute
 from prefixcache.tiers.prompt import Prompt
@@ -61,7 +63,10 @@ class VisionPromptCache:
     def __init__(
         self, cache: PrefixCache, model_path: str | Path, chunks_of: Callable[[list[int], Sequence[Any]], list[Any]]
     ):
-        """`chunks_of`: mlx-engine's `build_prefix_cache_chunks`, which names the beginnings of a prompt."""
+        """`chunks_of`: mlx-engine's `build_prefix_cache_chunks`, which names the beginnings of a prompt. Raises NotCausal for
+        a family whose prompts can't be hit, and what `model_identity` raises.
+        """
+        check_family(str(json.loads((folder_of(model_path) / "config.json").read_text()).get("model_type")))
         self._cache = cache
         # Its processor makes pixels of a picture's bytes: other code for that makes others of them.
         self._program = f"mlx-vlm {version_of('mlx-vlm')}, transformers {version_of('transformers')}"

@@ -3,6 +3,8 @@ is the state of these tokens and pictures, as deep as they are the same.
 """
 
 import hashlib
+import json
+import shutil
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prefixcache.servers.causality import NotCausal
 from prefixcache.servers.mlx_engine import MOST_GOING, VisionPromptCache, text_prompt_cache
 from tests.models import states
 from tests.servers.serving import TINY
@@ -140,6 +143,14 @@ def test_after_a_restart_and_by_another_kit_it_is_restored_from_the_ssd(opened):
     kept.close()
     cache.close()
     assert Kit(kept_in(opened(disk=True))).ask(parts) == len(prompt_of(parts)[0]) - 1
+
+
+@pytest.mark.parametrize("family", ["paligemma", "mllama", "florence2"])
+def test_families_whose_prompts_cannot_be_hit_are_refused_by_name(opened, tmp_path, family):
+    shutil.copytree(TINY, tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": family}))
+    with pytest.raises(NotCausal, match=f"{family}: .*; its prompts can't be hit"):
+        VisionPromptCache(opened(), tmp_path / "model", chunks_of)
 
 
 def test_what_fails_is_said_and_fails_no_request(opened, caplog):
