@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
-from prefixcache.blocks.lookup import hit_depth, windows_read
+from prefixcache.blocks.lookup import rows_depth, windows_read
 from prefixcache.blocks.masks import mask_of
 from prefixcache.blocks.node import RAM, Node, Slot
 from prefixcache.image_format import SNAPSHOT, Image
@@ -113,7 +113,7 @@ def discard_hit(storage: Storage, prompt: Prompt, depth: int) -> int:
             walk = beginning.walk(namespace)
             slots = [slot for node in walk.nodes if node.start < depth for slot in node.slots]
             freed += _discard(storage, [*slots, *walk.tree.root.snapshots.values()], depth)
-            while hit_depth(walk := beginning.walk(namespace), storage.graph.last, depth) == depth > 0:
+            while rows_depth(walk := beginning.walk(namespace), storage.graph.last) == depth > 0:
                 freed += _discard(storage, walk.nodes[-1].slots, depth)  # another block that has all of its tokens
         storage.counters.failed_hits += 1
     return freed
