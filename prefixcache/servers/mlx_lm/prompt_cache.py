@@ -11,15 +11,19 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
 from mlx_lm.models.cache import LRUPromptCache
 
 from prefixcache.blocks.budget import Reservation
 from prefixcache.cache import PrefixCache
 from prefixcache.identity import folder_of, model_identity, nameless
+from prefixcache.keys import Tokens, as_tokens
 from prefixcache.layers import CacheError
 from prefixcache.layers.form import CacheForm
+from prefixcache.media import Media, media_digest
 from prefixcache.ranks import OutOfStep
 from prefixcache.servers.read_or_compute import ReadOrCompute
 from prefixcache.tiers.prompt import Prompt
@@ -210,20 +214,15 @@ class TieredPromptCache:
     def _prompt(self, model: Any, tokens: Sequence[int] | Prompt, salt: bytes) -> Prompt:
         if isinstance(tokens, Prompt):
             return tokens
-        return self.cache.prompt(tokens, model=self.name_of(model), salt=salt, like=self._like(model))
+        name, media = self.name_of(model), images_of(tokens)
+        return self.cache.prompt(tokens, model=name, salt=salt, like=self._like(model), media=media)
 
     def _wait_for_ssd(self, prompt: Prompt) -> None:
         self.promotions.wait(prompt)
 
     def _fetch(self, prompt: Prompt) -> tuple[list[Any] | None, Sequence[int]]:
         # A batch copies what it is given, and room for a long rest after a short hit costs more than the hit.
-        room, leave = min(len(prompt), ROOM), 1
-        while True:
-            prompt_cache, rest = self.cache.fetch(prompt, leave=leave, room=room)
-            depth = len(prompt) - len(rest)
-            if (whole := _outside_images(prompt.given, depth)) == depth:
-                break
-            leave = len(prompt) - whole
+        prompt_cache, rest = self.cache.fetch(prompt, room=min(len(prompt), ROOM))
         self.promotions.began(prompt, len(rest))
         return prompt_cache, rest
 
@@ -270,13 +269,17 @@ class TieredPromptCache:
         return True
 
 
-def _outside_images(tokens: Sequence[int], depth: int) -> int:
-    """Return the last place at or before `depth` outside of images. mlx-lm gives all patches of an image one negative
-    id, and an image that a hit has a part of it takes for one that was seen whole.
+def images_of(tokens: Tokens) -> list[Media]:
+    """Return the images of a prompt as mlx-lm looks it up, where all patches of one have a negative id of it. An image that a
+    hit has a part of it would take for one that was seen whole.
     """
-    while 0 < depth < len(tokens) and tokens[depth] < 0 and tokens[depth - 1] == tokens[depth]:
-        depth -= 1
-    return depth
+    ids = as_tokens(tokens)
+    edges = np.flatnonzero(np.diff(ids, prepend=0, append=0)) if (ids < 0).any() else ()
+    return [
+        Media(int(first), int(last - first), media_digest("image", int(ids[first]).to_bytes(8, "little", signed=True)))
+        for first, last in pairwise(edges)
+        if ids[first] < 0
+    ]
 
 
 def identity_of(model: Any) -> str:

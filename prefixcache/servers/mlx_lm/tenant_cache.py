@@ -20,7 +20,7 @@ from prefixcache.keys import BLOCK, as_tokens
 from prefixcache.layers import CacheError
 from prefixcache.layers.form import CacheForm
 from prefixcache.servers.mlx_lm.answers import Answers
-from prefixcache.servers.mlx_lm.prompt_cache import TieredPromptCache, identity_of
+from prefixcache.servers.mlx_lm.prompt_cache import TieredPromptCache, identity_of, images_of
 from prefixcache.servers.mlx_lm.upstream import request_of
 from prefixcache.store_fetch_remove.store import Stored
 from prefixcache.tiers.prompt import Prompt
@@ -155,7 +155,8 @@ class TenantPromptCache(TieredPromptCache):
 
     def prompt_of(self, ids: np.ndarray, name: str, salt: bytes, form: CacheForm | None) -> Prompt:
         """Return the prompt of a model with this name: answered the same again, unless rows stay as they are computed."""
-        return self.cache.prompt(ids, model=name, salt=salt, like=form, whole_blocks=not self.exact_prefill)
+        whole, media = not self.exact_prefill, images_of(ids)
+        return self.cache.prompt(ids, model=name, salt=salt, like=form, whole_blocks=whole, media=media)
 
     def branch_points(self, request: TokenizedRequest | None, depth: int) -> list[int]:
         """Return where the prefill of a request, whose hit has `depth` tokens, keeps recurrent state for prompts that part
