@@ -162,10 +162,8 @@ class Node:
 
     @property
     def is_media_tail(self) -> bool:
-        """Tell whether it stays beside the whole block that begins with it: its last token stands for a medium."""
-        if self.is_whole or self.tree is None or not self.tree.media_tails:
-            return False
-        return int.from_bytes(self.tokens[-TOKEN_BYTES:], "little", signed=True) >= PSEUDO_IDS
+        """Tell whether it stays beside a whole block that begins with it."""
+        return self.tree is not None and self.tree.media_tails and is_media_tail(self.tokens)
 
     @property
     def slots(self) -> Iterator[Slot]:
@@ -237,6 +235,12 @@ def covering_rows(snapshot: Slot) -> Slot | None:
         if rows is not None and (covering is None or rows.tick > covering.tick):
             covering = rows
     return covering
+
+
+def is_media_tail(tokens: bytes) -> bool:
+    """Tell whether a block's tokens are a tail's whose last one stands for a part of a medium."""
+    is_tail = len(tokens) < BLOCK_BYTES
+    return is_tail and int.from_bytes(tokens[-TOKEN_BYTES:], "little", signed=True) >= PSEUDO_IDS
 
 
 def common_tokens(a: bytes, b: bytes) -> int:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from prefixcache.blocks.budget import Reservation
 from prefixcache.blocks.lookup import required_images
 from prefixcache.blocks.masks import extra_of, held_mask, mask_of, window_key
-from prefixcache.blocks.node import BLOCK_BYTES, RAM, SHARED, TURN, Node, Slot
+from prefixcache.blocks.node import BLOCK_BYTES, RAM, SHARED, TURN, Node, Slot, is_media_tail
 from prefixcache.blocks.superseded import superseded_tails
 from prefixcache.image_format import ROWS, SNAPSHOT, WINDOW, Image, Spec
 from prefixcache.keys import BLOCK, TOKEN_BYTES, chain
@@ -245,7 +245,7 @@ class StoreCall:
         if nearest is None or nearest.rows is None:
             return KnownBlock()
         if shared * TOKEN_BYTES == len(tokens):
-            return KnownBlock(nearest)
+            return KnownBlock() if self._has_exact_media_tail(tokens) else KnownBlock(nearest)
         coded = self._is_coded(tokens)
         if nearest.rows.image is None:
             # A tail on SSD has its rows as they are; the live cache, too.
@@ -261,6 +261,13 @@ class StoreCall:
         mask = tuple(m & mask_of(0, shared) for m in window.mask) if window is not None else ()
         images = (rows.image if rows is not None else None, window.image if window is not None else None)
         return KnownBlock(source=CodeSource(shared if rows is not None else 0, *images, mask, shared, whole))
+
+    def _has_exact_media_tail(self, tokens: bytes) -> bool:
+        """Tell whether the block at `self._at` is a tail to be kept beside a whole one, with its rows as they were computed:
+        no fetch gave them.
+        """
+        is_computed = self.prompt.terms.whole_blocks and self.prompt.given_rows.tokens <= self._at
+        return is_computed and self._namespace.tree.media_tails and is_media_tail(tokens)
 
     def _is_coded(self, tokens: bytes) -> bool:
         """Whether a block's rows are coded: once it is whole, or where a live cache has coded them."""

@@ -9,12 +9,13 @@ import time
 from pathlib import Path
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from prefixcache import PrefixCache
+from prefixcache import chunks
 from prefixcache.blocks.budget import Budget
 from prefixcache.codecs.transform.bases import Bases
 from prefixcache.ssd import open_directory, writer
@@ -23,19 +24,21 @@ from prefixcache.store_fetch_remove.leases import Leases
 from prefixcache.tiers import ram
 from prefixcache.tiers.admission import SHARE
 from prefixcache.tiers.hot import HotPrompts
+from tests.cache.pictured import Picture, PicturedCache, cut, may_end, media_of
 from tests.given_rates import computing_is
 from tests.models import states
 from tests.models.transforming import uneven_basis
 from tests.waiting import until
 from tools.faults.evidence import du
 
-RUNS = st.lists(
-    st.tuples(st.integers(0, 2), st.sampled_from([1, 30, 100, 155, 156, 157, 256, 300])), min_size=1, max_size=5
-)
+TEXT = st.tuples(st.integers(0, 2), st.sampled_from([1, 30, 100, 155, 156, 157, 256, 300]))
+PICTURES = st.builds(Picture, st.integers(0, 1), st.sampled_from([1, 100, 156, 300]), st.booleans())
+RUNS = st.lists(TEXT | TEXT | PICTURES, min_size=1, max_size=5)
 
 
 def spell(runs) -> list[int]:
-    return [token for token, count in runs for _ in range(count)]
+    parts = [run.tokens() if isinstance(run, Picture) else [run[0]] * run[1] for run in runs]
+    return [token for part in parts for token in part]
 
 
 def common(a, b) -> int:
@@ -104,7 +107,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def _open(self):
         Leases.clock = staticmethod(lambda: self.now)
-        self.cache = PrefixCache(**self.options)
+        self.cache = PicturedCache(**self.options)
         unlocked(self.cache)
         self.watch = Watch(self.cache)
         self.watch.start()
@@ -141,6 +144,18 @@ class CacheMachine(RuleBasedStateMachine):
             assert stored.tokens == len(tokens)
             self.sure.append(tokens)
 
+    @rule(tokens=prompts, part=st.floats(0, 1))
+    def store_what_a_cancelled_prefill_left(self, tokens, part):
+        """Rows inside of a whole picture are not among what is kept."""
+        seen = max(int(len(tokens) * part), 1)
+        end = max(place for place in range(seen + 1) if may_end(tokens, place))
+        stored = self.cache.store(tokens, self.make(tokens[:seen]), model="m").tokens
+        assert stored <= end
+        assert may_end(tokens, stored)
+        self.note_stored(tokens[:end], end if self.recurrent else stored)  # a branch point needs no state
+        if self.roomy and self.any_boundary:
+            assert stored == end
+
     @rule(tokens=prompts, leave=st.integers(0, 3), promote=st.booleans())
     def fetch(self, tokens, leave, promote=False):
         hot_before = self.cache.stats().counters.hot_hit_tokens
@@ -160,6 +175,7 @@ class CacheMachine(RuleBasedStateMachine):
     def hot_beginning(self, tokens) -> int:
         """How many of these tokens a hot prompt begins with."""
         hot = self.cache._storage.hot
+        tokens = np.frombuffer(self.cache.prompt(tokens, model="m").token_bytes, "<i8").tolist()
         return max((common(tokens, one.ids.tolist()) for root in hot.roots() for one in hot.of(root)), default=0)
 
     def as_images_give(self, tokens, depth, layers):
@@ -214,11 +230,14 @@ class CacheMachine(RuleBasedStateMachine):
         point = self.cache.branch_point(asked, model="m")
         assert point <= self.expected(asked) * self.recurrent
         if self.roomy and self.recurrent:
-            assert point >= min(self.expected(asked, self.sure), len(asked) - 1) // 256 * 256
+            known = min(self.expected(asked, self.sure), len(asked) - 1)
+            ends = {medium.end for medium in media_of(asked)} | {*range(0, known + 1, 256)}
+            assert point >= max(end for end in ends if end <= known and may_end(asked, end))
+        assert may_end(asked, point)
         if point:
             self.store(asked[:point])
             if self.roomy:
-                assert self.cache.match([*asked[:point], -1], model="m").ssd == point
+                assert self.cache.match([*cut(asked, point), -1], model="m").ssd == point
 
     @rule(tokens=prompts)
     def parting(self, tokens):
@@ -238,6 +257,8 @@ class CacheMachine(RuleBasedStateMachine):
         depth = self.cache.promote(tokens, model="m").result(30)
         match = self.cache.match(tokens, model="m")
         assert match.ram <= match.ssd <= self.expected(tokens)
+        assert may_end(tokens, match.ram)
+        assert may_end(tokens, match.ssd)
         assert depth <= match.ssd
         if self.roomy and self.any_boundary:
             assert match.ram == match.ssd >= self.expected(tokens, self.sure)
@@ -411,13 +432,13 @@ class CacheMachine(RuleBasedStateMachine):
             in_ram = self.cache._storage.graph.orders[0]
             assert all(slot.is_in(1) for slot in in_ram if slot.kind == "snapshot" or slot.node.is_whole)
 
-    @rule(tokens=prompts, data=st.data(), cut=st.sampled_from([0, 1, 40, 200]), runs=RUNS)
-    def store_beside_what_is_on_ssd_only(self, tokens, data, cut, runs):
+    @rule(tokens=prompts, data=st.data(), missing=st.sampled_from([0, 1, 40, 200]), runs=RUNS)
+    def store_beside_what_is_on_ssd_only(self, tokens, data, missing, runs):
         """Durable and gone from RAM; then a longer prompt that goes on from it, or from shortly before its end."""
         old = data.draw(st.sampled_from(self.stored)) if self.stored else tokens
         self.flush()
         self.trim(0)
-        self.store([*old[: max(len(old) - cut, 1)], *spell(runs)])
+        self.store([*cut(old, max(len(old) - missing, 1)), *spell(runs)])
         self.flush()
 
     @rule()
@@ -582,6 +603,9 @@ class NeighboursMachine(CacheMachine):
         self.codec, self.layers, self.step, self.turns = codec, layers, step, 0
         super().open(5_000_000, tier, "wait", close)
 
+    def make(self, tokens):
+        return states.fed_uneven(states.LAYERS[self.layers](), tokens, 0)
+
     @rule(tokens=prompts, hot=st.booleans())
     def store(self, tokens, hot=False):
         self._in_steps(self.asked(tokens), states.LAYERS[self.layers](), 0, hot)
@@ -595,7 +619,7 @@ class NeighboursMachine(CacheMachine):
         hot=st.booleans(),
     )
     def store_what_begins_alike(self, tokens, shared, other, total, hot):
-        tokens = [*tokens[:shared], *[other] * (total - min(shared, len(tokens), total))][:total]
+        tokens = cut([*cut(tokens, shared), *[other] * total], total) or [other] * total
         self.store(tokens, hot)
         return tokens
 
@@ -628,18 +652,24 @@ class NeighboursMachine(CacheMachine):
         return self.cache.prompt(tokens, model="m", whole_blocks=True)
 
     def _in_steps(self, prompt, live, at, hot):
-        tokens = prompt.given
-        states.stored_in_steps(self.cache, prompt, live, at, self.step)
+        tokens = prompt.spelled
+        states.stored_in_steps(self.cache, prompt, live, at, self.step, tokens)
         if hot:
             self.cache.keep_hot(prompt, live)
-        self.note_stored(tokens)
+        for _, end in chunks(at, len(tokens), self.step, prompt.media):
+            self.note_stored(tokens[:end])
         self.sure.append(tokens)
         self.as_if_alone(tokens, live)
         self.fetch(tokens, 0)
 
     @rule(tokens=prompts, leave=st.integers(0, 3))
     def fetch(self, tokens, leave, promote=True):
+        """Of another question about the same picture all that comes before it is hit."""
         made, rest = self.cache.fetch(self.asked(tokens), leave=leave, promote=promote)
+        for known in self.sure if promote else ():
+            end = max((medium.end for medium in media_of(known)), default=0)
+            if end <= min(common(known, tokens), len(tokens) - leave):
+                assert len(tokens) - len(rest) >= end
         if made is not None:
             self.as_if_alone(tokens[: len(tokens) - len(rest)], made)
 

@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import ArraysCache, ChunkedKVCache, KVCache, RotatingKVCache
 
-from prefixcache import PrefixCache, Stored
+from prefixcache import PrefixCache, Stored, chunks
 from prefixcache.layers.image_layout import read
 from prefixcache.tiers.prompt import Prompt
 
@@ -195,14 +195,14 @@ def by_itself(tokens: tuple[int, ...], codec: str, layers: str, step: int) -> li
         return held(cache.fetch(list(tokens), model="m", leave=0)[0])
 
 
-def stored_in_steps(cache: PrefixCache, prompt: Prompt, live: list[Any], at: int, step: int) -> list[Any]:
-    """As a server does: computed from token `at` on, and stored after each chunk."""
-    tokens = list(prompt.given)
-    while at < len(tokens):
-        end = min(at // step * step + step, len(tokens))
-        fed_uneven(live, tokens[:end], at)
-        assert cache.store(prompt.first(end), live, write_back_from=at).tokens == end
-        at = end
+def stored_in_steps(
+    cache: PrefixCache, prompt: Prompt, live: list[Any], at: int, step: int, tokens: Sequence[int] | None = None
+) -> list[Any]:
+    """As a server does: computed from token `at` on, and stored after each chunk. `tokens`: what rows are made of."""
+    tokens = list(prompt.given) if tokens is None else tokens
+    for first, last in chunks(at, len(tokens), step, prompt.media):
+        fed_uneven(live, tokens[:last], first)
+        assert cache.store(prompt.first(last), live, write_back_from=first).tokens == last
     return live
 
 
