@@ -608,7 +608,7 @@ class NeighboursMachine(CacheMachine):
 
     @rule(tokens=prompts, hot=st.booleans())
     def store(self, tokens, hot=False):
-        self._in_steps(self.asked(tokens), states.LAYERS[self.layers](), 0, hot)
+        self._store(tokens, self.asked(tokens), states.LAYERS[self.layers](), 0, hot)
 
     @rule(
         target=prompts,
@@ -628,21 +628,20 @@ class NeighboursMachine(CacheMachine):
         prompt = self.asked(tokens)
         made, rest = self.cache.fetch(prompt, promote=True)
         layers = made if made is not None else states.LAYERS[self.layers]()
-        self._in_steps(prompt, layers, len(tokens) - len(rest), hot)
+        self._store(tokens, prompt, layers, len(tokens) - len(rest), hot)
 
     @rule(tokens=prompts, answer=st.sampled_from([5, 100, 300]), parted=st.booleans())
     def part_behind_an_answer(self, tokens, answer, parted):
         """The next turn goes on from the last one's end, though an answer has made its block whole."""
         self.turns += 1
-        tokens = [*tokens, 10_000 + self.turns]
+        tokens = [*tokens, 8_000 + self.turns]
         live, prompt = states.LAYERS[self.layers](), self.asked(tokens).with_ends(turn=len(tokens))
-        states.stored_in_steps(self.cache, prompt, live, 0, self.step)
-        states.stored_in_steps(self.cache, prompt.continued([6] * answer), live, len(tokens), self.step)
-        self.note_stored([*tokens, *[6] * answer])
+        self._in_steps(prompt, tokens, live, 0)
+        self._in_steps(prompt.continued([6] * answer), [*tokens, *[6] * answer], live, len(tokens))
         if parted:
-            following = self.asked([*tokens, *[7] * 300]).with_ends(turn=len(tokens) + 300)
-            states.stored_in_steps(self.cache, following, states.LAYERS[self.layers](), 0, self.step)
-            self.note_stored(list(following.given))
+            following = [*tokens, *[7] * 300]
+            ended = self.asked(following).with_ends(turn=len(following))
+            self._in_steps(ended, following, states.LAYERS[self.layers](), 0)
         made, rest = self.cache.fetch(self.asked([*tokens, 8, 9]), promote=True)
         depth = len(tokens) + 2 - len(rest)
         assert depth == len(tokens) or (parted and depth >= len(tokens) // 256 * 256)
@@ -651,13 +650,15 @@ class NeighboursMachine(CacheMachine):
     def asked(self, tokens):
         return self.cache.prompt(tokens, model="m", whole_blocks=True)
 
-    def _in_steps(self, prompt, live, at, hot):
-        tokens = prompt.spelled
+    def _in_steps(self, prompt, tokens, live, at):
         states.stored_in_steps(self.cache, prompt, live, at, self.step, tokens)
-        if hot:
-            self.cache.keep_hot(prompt, live)
         for _, end in chunks(at, len(tokens), self.step, prompt.media):
             self.note_stored(tokens[:end])
+
+    def _store(self, tokens, prompt, live, at, hot):
+        self._in_steps(prompt, tokens, live, at)
+        if hot:
+            self.cache.keep_hot(prompt, live)
         self.sure.append(tokens)
         self.as_if_alone(tokens, live)
         self.fetch(tokens, 0)

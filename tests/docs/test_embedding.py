@@ -22,8 +22,6 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from mlx_lm import load
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
@@ -286,17 +284,6 @@ def test_tenants_never_hit_each_others(page: Any, serve: Any, family: Any) -> No
         answered(server, request)
         reused.append(request.reused)
     assert reused == [0, 0, 0, 59, 59]
-
-
-parts = st.lists(st.binary(max_size=40), min_size=1, max_size=3)
-
-
-@given(one=parts, other=parts)
-def test_the_salt_of_a_tenant_and_its_images_is_that_of_no_other(
-    page: Any, one: list[bytes], other: list[bytes]
-) -> None:
-    salts = [page.salt_of(tenant, images) for tenant, *images in (one, other)]
-    assert (salts[0] == salts[1]) == (one == other)
 
 
 # -- boundaries -------------------------------------------------------------------------------------------------------

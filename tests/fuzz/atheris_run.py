@@ -13,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-NAMES = ("image", "header", "index", "note", "lock", "words", "ranges")
+NAMES = ("image", "header", "index", "note", "lock", "words", "ranges", "media")
 
 
 def main() -> int:

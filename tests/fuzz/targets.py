@@ -11,7 +11,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,8 @@ from prefixcache.blocks.masks import mask_from
 from prefixcache.codecs.transform import backends, entropy
 from prefixcache.codecs.transform.tables import class_of, first_guess
 from prefixcache.image_format import Blueprint, HeaderFields, Image, ImageError, Spec, examine
-from prefixcache.keys import chain
+from prefixcache.keys import PSEUDO_IDS, chain
+from prefixcache.media import Media, as_media, check_placeholders, chunks, outside_whole, with_pseudo_ids
 from prefixcache.ssd import Entry
 from prefixcache.ssd.directory import Directory
 from prefixcache.ssd.errors import DirectoryError, IndexBroken
@@ -245,6 +246,38 @@ def words(data: bytes) -> None:
     assert judged(backends.decode) == judged(entropy.unpack)
 
 
+def media(data: bytes) -> None:
+    """A list of media: six numbers of each, beside a prompt of 300 tokens, some of them placeholders."""
+    numbers = np.frombuffer(data[: len(data) // 6 * 6], "i1").reshape(-1, 6).astype(int)
+    ids = np.where(np.arange(300) % 100 < 50, 7, 1)
+    try:
+        listed = [
+            Media(start + 128, length, bytes([digest & 3]) * 32, None if has_none & 1 else positions, bool(whole & 1))
+            for start, length, digest, has_none, positions, whole in numbers.tolist()
+        ]
+        spans = as_media(listed, len(ids))
+    except ValueError:
+        return
+    inside = np.zeros(len(ids), bool)
+    for span in spans:
+        assert not inside[span.start : span.end].any()
+        inside[span.start : span.end] = True
+    keyed = with_pseudo_ids(ids, spans)
+    assert (keyed[~inside] == ids[~inside]).all()
+    assert (keyed[inside] >= PSEUDO_IDS).all()
+    for first, last in chunks(0, len(ids), 64, spans):
+        assert outside_whole(spans, first) == first < outside_whole(spans, last) == last
+    with suppress(ValueError):
+        check_placeholders(ids, spans, np.array([7]))
+        assert (inside == (ids == 7)).all()
+
+
+def sound_media() -> bytes:
+    """Four pictures, where all placeholders are."""
+    spans = np.array([[0, 50, 1, 1, 0, 1], [100, 25, 2, 0, 9, 0], [125, 25, 1, 1, 0, 1], [200, 50, 3, 1, 0, 1]])
+    return (spans - [128, 0, 0, 0, 0, 0]).astype("i1").tobytes()
+
+
 def sound_words() -> bytes:
     values = np.random.default_rng(0).laplace(size=(4, 12)) * np.geomspace(20, 0.2, 12)
     heads, content, _ = backends.encode(values.astype(np.float32), class_of(np.geomspace(20, 0.2, 12)), first_guess())
@@ -259,6 +292,7 @@ TARGETS: dict[str, tuple[Callable[[bytes], None], Callable[[], list[bytes]]]] = 
     "note": (note, lambda: [NOTE]),
     "lock": (lock, lambda: [LOCK_TEXT]),
     "state": (state, lambda: [sound_state()[1].fields.extra.encode()]),
+    "media": (media, lambda: [sound_media()]),
     "words": (words, lambda: [sound_words()]),
     "ranges": (ranges, lambda: [b'{"ranges":[[[0,2],[4,256]]]}']),
 }
