@@ -373,9 +373,13 @@ def next_turn(messages: list[Message], answer: str, question: str = "And what th
     return [*messages, {"role": "assistant", "content": answer}, *user(question)]
 
 
-@pytest.mark.parametrize("more", [{}, {"stream": True}, {"seed": 3}], ids=["at once", "streamed", "by itself"])
-def test_a_next_turn_computes_its_own_tokens_only(thinking, tmp_path, more):
-    with serving(tmp_path / "log", "--model", thinking, *FLAGS) as server:
+@pytest.mark.parametrize(
+    ("more", "flags"),
+    [({}, []), ({"stream": True}, []), ({"seed": 3}, []), ({}, ["--no-canonical"]), ({}, ["--codec", "turboquant:4"])],
+    ids=["at once", "streamed", "by itself", "not canonical", "coded"],
+)
+def test_a_next_turn_computes_its_own_tokens_only(thinking, tmp_path, more, flags):
+    with serving(tmp_path / "log", "--model", thinking, *FLAGS, *flags) as server:
         chat = user(text(500, "first"))
         first = ask(server, chat, max_tokens=80, **more)
         assert "Hm." not in first.text

@@ -61,11 +61,12 @@ class NextTurn:
     ):
         self.request, self.chats, self.loaded, self._run = request, chats, loaded, run
         self.wanted = True
+        log = request.request_log
         self.answered = [
-            *request.request_log.prompt,
-            *request.request_log.tokens[:-1],
-        ]  # the tokens that layers have seen
-        self.beginning: list[int] = []  # the tokens that are worth storing, once they are known
+            *log.prompt,
+            *log.tokens[:-1],
+        ]  # what the model was given of prompt and answer, and so is stored
+        self.beginning: list[int] = []  # the tokens that the turn begins with, once they are known
 
     def run(self, check: Check) -> None:
         self._run(self, check)
@@ -145,12 +146,7 @@ class NextTurns:
             return
         turn.beginning = turn.beginning or self._beginning(turn, check)
         prompt = prompt_of(turn.beginning)
-        depths = self._cache.match(prompt)
-        if (
-            len(prompt) - depths.ram < LEAST
-            or depths.ssd > depths.ram
-            or len(prompt) >= (loaded.context or len(prompt) + 1)
-        ):
+        if not self._is_worth_it(prompt, loaded):
             return
         start = end = -1
 
@@ -175,8 +171,14 @@ class NextTurns:
                 computed = ComputedAhead(prompt.model, prompt.salt, as_tokens(prompt.given)[:end], start)
                 self._ahead = [*self._ahead[1 - WAITING :], computed]
 
+    def _is_worth_it(self, prompt: Prompt, loaded: LoadedModel) -> bool:
+        """Return whether enough of a turn's beginning is missing, nothing must be read for it, and the context has room."""
+        depths = self._cache.match(prompt)
+        fits = loaded.context is None or len(prompt) < loaded.context
+        return fits and depths.ssd <= depths.ram <= len(prompt) - LEAST
+
     def _beginning(self, turn: NextTurn, check: Check) -> list[int]:
-        """Return the tokens with which the turn begins, whatever its client will say. None where its template refuses it."""
+        """Return the tokens with which the turn begins, whatever its client will say; [] where its template refuses it."""
         generator, loaded = self._generator, turn.loaded
         requests = []
         try:
