@@ -2,7 +2,7 @@
 
 A description is JSON. None, bool, int, float and str stand for themselves; all else is a list of a kind and its content:
 ["array", number], ["float", "inf"], ["list" or "tuple", items], ["dict", items by key]. Arrays are tensors `s<number>`, as
-they are; recurrent state is coded as rows are (decision 0052), those of a head with levels of their own: `s<number>.<plane>`.
+they are; recurrent state is coded as rows are (decision 0053), those of a head with levels of their own: `s<number>.<plane>`.
 """
 
 from __future__ import annotations

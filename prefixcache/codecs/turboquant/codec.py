@@ -39,7 +39,7 @@ LEAST_WIDTH = 32
 # K or V of one head, as wide as this and wider than the other: a compressed latent (MLA), not a head's rows.
 LATENT_WIDTH = 256
 SEEDS = 1 << 63
-STATE_BITS = 8  # decision 0052
+STATE_BITS = 8  # decision 0053
 MOST_SINKS = 256  # they stand in the first block
 
 
