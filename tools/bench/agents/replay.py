@@ -60,7 +60,6 @@ PLANS = {
     "tiny": Plan(600, ("plain", "hybrid"), (OURS,), ((models.FIRST, ("opencode", "llm")),)),
 }
 STEPS = ("step", "turn", "long call")
-NO_BAR = ("first prompt", "second directory")
 
 
 class Served(NamedTuple):
@@ -152,9 +151,9 @@ def _figures(order: str, found: Found, missing: dict[str, str]) -> Iterator[Figu
         yield Figure(
             f"agents, {order}: {client}, {what}, {_tokens(some, places)}",
             _said(ratios[OURS]),
-            f">= {bar:.3g}" if bar else "",
+            f">= {bar:.3g}",
             "",
-            min(ratios[OURS].values()) >= bar if bar else None,
+            min(ratios[OURS].values()) >= bar,
             {
                 which: {kind: [each[place]._asdict() for place in places] for kind, each in of.items()}
                 for which, of in found.items()
@@ -193,8 +192,6 @@ def _tokens(of: list[Served], places: list[int]) -> str:
 
 
 def _bar(client: str, what: str) -> float:
-    if what in NO_BAR:
-        return 0.0
     if client == "llm":
         return 0.01
     return 0.995 if what in STEPS else 0.97
