@@ -22,9 +22,6 @@ from prefixcache.image_format import DTYPES, Image, Spec
 from prefixcache.keys import canonical
 from prefixcache.layers.adapters import CacheError
 
-Tensors = dict[str, np.ndarray]  # an image's, by name
-
-
 Shape = Sequence[int]
 CodecOf = Callable[[Shape, str], RowCodec | None]  # of an array of this shape and dtype; None: it stays as it is
 
@@ -37,14 +34,10 @@ class State(NamedTuple):
     codecs: list[RowCodec | None]
 
     @property
-    def is_coded(self) -> bool:
-        return any(self.codecs)
-
-    @property
     def extra(self) -> str:
         """What the image's header says."""
         said: dict[str, Any] = {"state": self.described, "dtypes": [name_of(array.dtype) for array in self.arrays]}
-        if self.is_coded:
+        if any(self.codecs):
             coded = zip(self.arrays, self.codecs, strict=True)
             said["coded"] = [None if codec is None else list(array.shape) for array, codec in coded]
         return canonical(said)
@@ -110,7 +103,7 @@ class EncodedState(NamedTuple):
     decoded: list[tuple[mx.array, mx.array]]
 
 
-def encode_state(state: State, tensors: Tensors, *, decoded: bool) -> EncodedState:
+def encode_state(state: State, tensors: dict[str, np.ndarray], *, decoded: bool) -> EncodedState:
     """Write a state's arrays into its image's tensors, and where it is said, decode what was coded."""
     copies, back = [], []
     for i, (array, codec) in enumerate(zip(state.arrays, state.codecs, strict=True)):
@@ -182,7 +175,7 @@ class StoredState:
         return tuple(items) if kind == "tuple" else items
 
 
-def fits(extra: str, tensors: Tensors, codecs: Sequence[CodecOf], tokens: int) -> bool:
+def fits(extra: str, tensors: dict[str, np.ndarray], codecs: Sequence[CodecOf], tokens: int) -> bool:
     """Tell whether a snapshot, with so many tokens behind its block, describes the state of the leaves whose arrays are coded
     by these, and has the tensors of just these arrays.
     """
