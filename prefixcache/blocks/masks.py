@@ -25,6 +25,18 @@ def runs_of(mask: int) -> list[tuple[int, int]]:
     return runs
 
 
+RowPairs = list[tuple[slice, slice]]  # rows to write, rows to read
+
+
+def row_pairs(tokens: int, into: int, out: int) -> RowPairs:
+    """Say where the tokens in a mask stand among those in the mask `into`, and among those in `out`."""
+    pairs = []
+    for first, last in runs_of(tokens):
+        a, b = ((mask & mask_of(0, first)).bit_count() for mask in (into, out))
+        pairs.append((slice(a, a + last - first), slice(b, b + last - first)))
+    return pairs
+
+
 def held_mask(held: tuple[tuple[int, int], ...], start: int, keep: int, limit: int) -> int:
     """Return the mask of the tokens in `held`, of the block that begins at `start`, from `keep` on and below `limit`."""
     mask = 0

@@ -14,9 +14,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.models.cache import KVCache
 
-from prefixcache.calibration.rows import prefilled
+from prefixcache.calibration.rows import EveryRow, prefilled
 from prefixcache.codecs.interchange import Array, element
 from prefixcache.codecs.transform.layer import Layer
 
@@ -28,11 +27,11 @@ class NoGradient(Exception):
     """MLX can't differentiate the model, or what comes out isn't finite; says why."""
 
 
-class _Prefixed(KVCache):
-    """A plain cache that holds a prefix and gives it back beside the new rows, all of it differentiable."""
+class _Prefixed(EveryRow):
+    """A cache that holds a prefix and gives it back beside the new rows, all of it differentiable."""
 
-    def __init__(self, keys: mx.array, values: mx.array):
-        super().__init__()
+    def __init__(self, keys: mx.array, values: mx.array, window: int):
+        super().__init__(window)
         self.keys, self.values, self.offset = keys, values, keys.shape[2]
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
@@ -100,13 +99,14 @@ class Gradients:
 
     def _caches(self, stored: list[tuple[mx.array, mx.array]]) -> list[Any]:
         of_layer = {
-            layer.index: (pair, element(layer.dtype).mlx) for layer, pair in zip(self._layers, stored, strict=True)
+            layer.index: (pair, element(layer.dtype).mlx, layer.window)
+            for layer, pair in zip(self._layers, stored, strict=True)
         }
         caches = []
         for index, cache in enumerate(self._prompt_cache):
             if index in of_layer:
-                (keys, values), dtype = of_layer[index]
-                caches.append(_Prefixed(keys.astype(dtype), values.astype(dtype)))
+                (keys, values), dtype, window = of_layer[index]
+                caches.append(_Prefixed(keys.astype(dtype), values.astype(dtype), window))
             else:
                 caches.append(copy.deepcopy(cache))  # the model writes into it
         return caches

@@ -23,6 +23,7 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
 )
 
+from prefixcache.calibration.rows import window_of
 from prefixcache.codecs.interchange import FLOATS, Array, as_float32, copy_out, name_of
 from prefixcache.codecs.transform.layer import Layer
 from prefixcache.codecs.transform.rope import NO_ROPE, Rope
@@ -36,7 +37,7 @@ TOLERANCE = 0.01
 MODULE_TOLERANCE = 1e-3
 
 REFUSED_CACHES: dict[type, str] = {
-    RotatingKVCache: "sliding window",
+    RotatingKVCache: "a window that keeps first tokens",
     ChunkedKVCache: "chunked attention",
     ArraysCache: "recurrent state",
     QuantizedKVCache: "a quantised cache",
@@ -56,9 +57,11 @@ def eligible_layers(model: nn.Module) -> Eligible:
 
     Runs the model a few times on single tokens.
     """
-    refused = {}
+    windows, refused = {}, {}
     for index, cache in enumerate(make_prompt_cache(model)):
-        if type(cache) is not KVCache:
+        if (window := window_of(cache)) is not None:
+            windows[index] = window
+        else:
             refused[index] = REFUSED_CACHES.get(type(cache), f"a cache of its own, {type(cache).__name__}")
     at_zero, *elsewhere = (_rows_at(model, position) for position in (0, *POSITIONS))
     rotations = _Rotations(model)
@@ -66,7 +69,7 @@ def eligible_layers(model: nn.Module) -> Eligible:
     for index, first in at_zero.items():
         layer_or_reason = _measured(index, [first, *(rows[index] for rows in elsewhere)], rotations)
         if isinstance(layer_or_reason, Layer):
-            layers.append(layer_or_reason)
+            layers.append(layer_or_reason._replace(window=windows[index]))
         else:
             refused[index] = layer_or_reason
     return Eligible(layers, dict(sorted(refused.items())))
@@ -97,12 +100,14 @@ Given = list[tuple[mx.array, mx.array]]
 
 
 def _rows_at(model: nn.Module, position: int) -> dict[int, Given]:
-    """Return what each plain cache is given of single tokens at `position`: (sequences, heads, 1, width) arrays, by index."""
+    """Return what each cache of keys and values is given of single tokens at `position`: (sequences, heads, 1, width) arrays,
+    by index.
+    """
     caches = make_prompt_cache(model)
-    plain = [index for index, cache in enumerate(caches) if type(cache) is KVCache]
+    wanted = [index for index, cache in enumerate(caches) if window_of(cache) is not None]
     caches = [_at(cache, position) for cache in caches]
     mx.eval(model(mx.array(TOKENS)[:, None], cache=caches))
-    return {index: caches[index].given for index in plain}
+    return {index: caches[index].given for index in wanted}
 
 
 def _at(cache: Any, position: int) -> Any:

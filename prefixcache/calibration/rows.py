@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from prefixcache.codecs.interchange import Array, as_float32, borrow
 from prefixcache.codecs.transform.layer import Layer
@@ -16,9 +16,28 @@ from prefixcache.codecs.transform.layer import Layer
 PREFILL = 512  # tokens in one call of the model, as mlx-lm's servers do it
 
 
+class EveryRow(KVCache):
+    """Keeps every token's row, of a layer that attends to the last `window` tokens; 0: to all."""
+
+    def __init__(self, window: int = 0):
+        super().__init__()
+        self.window = window
+
+    def make_mask(self, tokens: int, return_array: bool = False, window_size: int | None = None) -> Any:
+        window = window_size or self.window or None
+        return super().make_mask(tokens, return_array=return_array, window_size=window)
+
+
+def window_of(cache: Any) -> int | None:
+    """Return the last tokens that a layer with this fresh cache attends to, 0 for all; None for a cache of another kind."""
+    if type(cache) is RotatingKVCache:
+        return int(cache.max_size) if cache.keep == 0 else None
+    return 0 if type(cache) is KVCache else None
+
+
 def prefilled(model: nn.Module, tokens: Sequence[int]) -> list[Any]:
-    """Return a fresh prompt cache that holds `tokens`."""
-    prompt_cache = make_prompt_cache(model)
+    """Return a fresh prompt cache that holds `tokens`, of windows too all of them."""
+    prompt_cache = [EveryRow(window) if (window := window_of(c)) else c for c in make_prompt_cache(model)]
     for start in range(0, len(tokens), PREFILL):
         model(mx.array(list(tokens[start : start + PREFILL]))[None], cache=prompt_cache)
         mx.eval([cache.state for cache in prompt_cache])

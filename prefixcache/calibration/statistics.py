@@ -151,7 +151,7 @@ def _check(
 
 
 def _hash_of(groups: Sequence[Sequence[Layer]], *asked: object) -> str:
-    described = [[(*layer[:-1], *_described(layer.rotation)) for layer in group] for group in groups]
+    described = [[(*layer[:5], layer.window, *_described(layer.rotation)) for layer in group] for group in groups]
     request = (VERSION, SAMPLE_ROWS, PREFIX, CONTINUATION, described, *asked)
     return hashlib.sha256(json.dumps(request).encode()).hexdigest()
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from prefixcache.codecs.turboquant.coding import Choice, Run
 
 CACHE_MODULES = ("mlx_lm.models.cache.", "mlx_vlm.models.cache.")  # the same names and attributes in both
-PLAIN_CACHE = CACHE_MODULES[0] + "KVCache"
+PLAIN_CACHE, ROTATING_CACHE = CACHE_MODULES[0] + "KVCache", CACHE_MODULES[0] + "RotatingKVCache"
 LISTS = tuple(module + "CacheList" for module in CACHE_MODULES)
 RECURRENT = tuple(module + "ArraysCache" for module in CACHE_MODULES)
 PARTS = ("keys", "values")

@@ -25,7 +25,17 @@ from prefixcache.codecs.transform.coding import GroupCoder
 from prefixcache.image_format import DTYPES, Image, Spec
 from prefixcache.keys import BLOCK, canonical
 from prefixcache.layers import snapshots
-from prefixcache.layers.adapters import LISTS, PLAIN_CACHE, RECURRENT, CacheError, Layout, Leaf, adapter_of, class_path
+from prefixcache.layers.adapters import (
+    LISTS,
+    PLAIN_CACHE,
+    RECURRENT,
+    ROTATING_CACHE,
+    CacheError,
+    Layout,
+    Leaf,
+    adapter_of,
+    class_path,
+)
 from prefixcache.layers.classes import check_kept, find_class, read_leaf
 
 LEAST_ROWS = 32  # of a head's recurrent state; what has fewer is a convolution's last inputs
@@ -51,6 +61,7 @@ class Coding(NamedTuple):
 _Codings = list[list[Coding]]  # of each leaf
 Tensors = dict[str, np.ndarray]  # an image's, by name
 TokenRuns = tuple[tuple[int, int], ...]  # (first, last not included) of each
+Words = Sequence[int]  # of each joined of a section
 
 
 class Reading(NamedTuple):
@@ -148,15 +159,6 @@ class Group(NamedTuple):
 Place = tuple[int, Member]  # of a stream in a section: its group's number, and itself there
 
 
-class Section(NamedTuple):
-    """Groups whose tensors have the same tokens."""
-
-    groups: tuple[Group, ...]
-
-    def specs(self, tokens: int) -> list[Spec]:
-        return [spec for group in self.groups for spec in group.specs(tokens)]
-
-
 class Joined(NamedTuple):
     """Streams of several layers that are transformed together: (leaf, stream) in the order of the coder's, and their tensors,
     those of `codecs.transform.coding.Codes`. The second one's length is known once rows are coded.
@@ -167,8 +169,12 @@ class Joined(NamedTuple):
     names: tuple[str, str, str, str]
 
     def specs(self, tokens: int, words: int | None = None) -> list[Spec]:
-        """Return the specs of so many rows with so many words in all; without, with as many as are expected."""
+        """Return the specs of so many rows with so many words in all; without, with as many as are expected. No rows have no
+        tensors.
+        """
         coder = self.coder
+        if not tokens:
+            return []
         if words is None:
             words = round(tokens * coder.group.row_words(coder.quality))
         shapes = (tokens,), (words,), (-(-coder.group.channels // 2),), (coder.heads,)
@@ -177,18 +183,46 @@ class Joined(NamedTuple):
 
     def words_in(self, tensors: Tensors, tokens: int) -> int:
         """Return the words that an image's heads claim; -1 where it has no such heads."""
+        if not tokens:
+            return 0
         heads = tensors.get(self.names[0])
         if heads is None or (heads.dtype, heads.shape) != (np.dtype("<u2"), (tokens,)):
             return -1
         return self.coder.words_of(heads)
 
 
+class Section(NamedTuple):
+    """Groups whose tensors have the same tokens, and streams that are joined, with theirs."""
+
+    groups: tuple[Group, ...]
+    joined: tuple[Joined, ...] = ()
+
+    @property
+    def names(self) -> list[str]:
+        """The tensors that its rows are in."""
+        of_groups = [name for group in self.groups for name in group.names]
+        return of_groups + [name for joined in self.joined for name in joined.names]
+
+    def specs(self, tokens: int) -> list[Spec]:
+        """Return the specs of its groups."""
+        return [spec for group in self.groups for spec in group.specs(tokens)]
+
+    def joined_specs(self, tokens: int, words: Words | None = None) -> list[Spec]:
+        """Return the specs of joined streams. `words`: of each; without, as many as are expected."""
+        if words is None:
+            return [spec for joined in self.joined for spec in joined.specs(tokens)]
+        return [spec for of, count in zip(self.joined, words, strict=True) for spec in of.specs(tokens, count)]
+
+    def words_in(self, tensors: Tensors, tokens: int) -> list[int]:
+        """Return the words that an image's heads claim, of each joined; see there."""
+        return [joined.words_in(tensors, tokens) for joined in self.joined]
+
+
 class Plan:
     """Which tensors the images of one namespace have. Made of the layout and the codec alone; immutable.
 
     A rows image has `rows` of each token of a whole block, and `tails`, the same streams as they are, of each token of a
-    block that is still to grow. A live cache that has only codes of a tail leaves them in `rows`. What is in `joined`, by
-    group of layers, is not in `rows`. Beside them, as they are:
+    block that is still to grow. A live cache that has only codes of a tail leaves them in `rows`. Beside them, as they are:
     `kept[i]` of the tokens before windows[i].keep (a ring's first tokens stay with the rows, or they would be the first to
     grow cold), and beside `rows` also `sinks`, of the codec's first `sink_tokens`.
 
@@ -218,9 +252,20 @@ class Plan:
         self.row_codecs = [
             {c.stream: c.rows for c in streams} for streams in codings
         ]  # by leaf; of joined ones, otherwise
-        self.joined = _joined(self.leaves, self.layer_of, len(self.layers), codec)
-        # Where a joined stream stands: (leaf, stream) -> its group, and its number there.
-        self.joined_places = {at: (j, n) for j, joined in enumerate(self.joined) for n, at in enumerate(joined.streams)}
+        by_window: dict[Window, list[int]] = {}
+        for i, leaf in enumerate(self.leaves):
+            if leaf.get("streams") and "window" in leaf:
+                by_window.setdefault(Window(*leaf["window"]), []).append(i)
+        self.windows = tuple(by_window)
+        of_rows, *of_windows = self._joined(codec)
+        self.joined = [joined for of_section in (of_rows, *of_windows) for joined in of_section]
+        # Where a joined stream stands: (leaf, stream) -> its group in its section, and its number there.
+        self.joined_places = {
+            at: (j, n)
+            for of_section in (of_rows, *of_windows)
+            for j, joined in enumerate(of_section)
+            for n, at in enumerate(joined.streams)
+        }
         # Where neither rows nor state are coded, a tail's rows are no other than a block's.
         exact_state = not self.snapshots or isinstance(codec, Raw)
         self.lossless = exact_state and not self.joined and not any(c.is_coded for streams in codings for c in streams)
@@ -237,8 +282,8 @@ class Plan:
         codings = [
             [c for c in streams if (leaf, c.stream) not in self.joined_places] for leaf, streams in enumerate(codings)
         ]
-        self._place_rows(codings, as_they_are, sunk)
-        self._place_windows(codings, as_they_are, sunk)
+        self._place_rows(codings, as_they_are, sunk, of_rows)
+        self._place_windows(list(by_window.values()), codings, as_they_are, sunk, of_windows)
         several = (*self.kept, *self.windowed, *self.window_tails, *self.window_sinks)
         self.sections = list(
             {id(section): section for section in (self.rows, self.tails, self.sinks, *several)}.values()
@@ -249,27 +294,49 @@ class Plan:
         self.tail_places = self._places(self.tails, *self.window_tails)
         self.sink_places = self._places(self.sinks, *self.window_sinks)
 
-    def _place_rows(self, codings: _Codings, as_they_are: _Codings, sunk: _Codings) -> None:
+    def _joined(self, codec: Codec) -> list[tuple[Joined, ...]]:
+        """Return the groups of a calibration whose layers are all here, as they were there: of layers that keep every token,
+        then of each window.
+        """
+        of_sections: list[list[Joined]] = [[] for _ in range(1 + len(self.windows))]
+        if not isinstance(codec, Calibrated):
+            return [() for _ in of_sections]
+        streams = _calibrated_streams(self.leaves, self.layer_of, codec)
+        for g, group in enumerate(codec.basis.groups):
+            members = [streams.get((g, number)) for number in range(2 * len(group.layers))]
+            there = [member for member in members if member is not None]
+            kinds = {(dtype, self.window_of(leaf)) for leaf, _, dtype in there}
+            if len(there) == len(members) and len(kinds) == 1:
+                ((dtype, window),) = kinds
+                names = (f"z{g}.heads", f"z{g}.words", f"z{g}.offsets", f"z{g}.offset_steps")
+                joined = Joined(codec.coder(g, dtype), tuple((leaf, name) for leaf, name, _ in there), names)
+                of_sections[0 if window is None else 1 + window].append(joined)
+        return [tuple(of_section) for of_section in of_sections]
+
+    def _place_rows(self, codings: _Codings, as_they_are: _Codings, sunk: _Codings, joined: tuple[Joined, ...]) -> None:
         """Make the sections of layers that keep every token."""
         leaves = [i for i, leaf in enumerate(self.leaves) if leaf["kind"] == "sliceable"]
-        self.rows = _section("r", leaves, codings)
+        self.rows = _section("r", leaves, codings)._replace(joined=joined)
         self.tails = self.rows if self.lossless else _section("t", leaves, as_they_are)
         self.sinks = _section("s.", leaves, sunk)
 
-    def _place_windows(self, codings: _Codings, as_they_are: _Codings, sunk: _Codings) -> None:
+    def _place_windows(
+        self,
+        leaves_of: list[list[int]],
+        codings: _Codings,
+        as_they_are: _Codings,
+        sunk: _Codings,
+        joined: list[tuple[Joined, ...]],
+    ) -> None:
         """Make the sections of layers with windows, by their window."""
-        by_window: dict[Window, list[int]] = {}
-        for i, leaf in enumerate(self.leaves):
-            if leaf.get("streams") and "window" in leaf:
-                by_window.setdefault(Window(*leaf["window"]), []).append(i)
-        self.windows = tuple(by_window)
-        leaves_of = list(by_window.values())
 
         def sections(letter: str, codings: _Codings) -> list[Section]:
             return [_section(f"{letter}{w}.", leaves, codings) for w, leaves in enumerate(leaves_of)]
 
         self.kept = sections("k", as_they_are)
-        self.windowed = sections("w", codings)
+        self.windowed = [
+            section._replace(joined=of) for section, of in zip(sections("w", codings), joined, strict=True)
+        ]
         self.window_tails = self.windowed if self.lossless else sections("v", as_they_are)
         self.window_sinks = sections("x", sunk)
 
@@ -338,27 +405,30 @@ class Plan:
         rows = self.rows if coded else self.tails
         return [(rows, tokens), *((s, n) for s, n in [*kept, (self.sinks, sinks)] if s.groups and n)]
 
-    def rows_specs(self, start: int, tokens: int, coded: bool, words: Sequence[int | None] | None = None) -> list[Spec]:
-        """Return the specs of a rows image. `words` are of each joined group; without, as many as are expected."""
+    def rows_specs(self, start: int, tokens: int, coded: bool, words: Words | None = None) -> list[Spec]:
+        """Return the specs of a rows image. `words` are of each joined; without, as many as are expected."""
         specs = [spec for section, count in self.in_rows(start, tokens, coded) for spec in section.specs(count)]
-        for joined, count in zip(self.joined, words or [None] * len(self.joined), strict=True) if coded else ():
-            specs += joined.specs(tokens, count)
+        specs += self.rows.joined_specs(tokens, words) if coded else []
         return [*specs, Spec("tokens", "I64", (tokens,))]
 
     def is_coded(self, tensors: Tensors) -> bool:
         """Tell whether a rows image has its rows as a whole block's has them."""
-        names = [*(group.names for group in self.rows.groups), *(joined.names for joined in self.joined)]
-        return all(name in tensors for of_group in names for name in of_group)
+        return all(name in tensors for name in self.rows.names)
 
     def sunk(self, start: int) -> int:
         """Return as a mask the tokens of the block at `start` that are kept as they are beside their codes."""
         return mask_of(0, self.sink_tokens - start)
 
-    def window_specs(self, mask: tuple[int, ...], start: int, coded: bool) -> list[Spec]:
-        """Return the specs of a window image: with `coded` of a whole block, else of a tail."""
+    def window_specs(
+        self, mask: tuple[int, ...], start: int, coded: bool, words: Sequence[Words] | None = None
+    ) -> list[Spec]:
+        """Return the specs of a window image: with `coded` of a whole block, else of a tail. `words` are of each window's
+        joined; without, as many as are expected.
+        """
         specs = []
         for w, section in enumerate(self.windowed if coded else self.window_tails):
             specs += section.specs(mask[w].bit_count())
+            specs += section.joined_specs(mask[w].bit_count(), words[w] if words and coded else None)
             if coded and (sunk := mask[w] & self.sunk(start)):
                 specs += self.window_sinks[w].specs(sunk.bit_count())
         return specs
@@ -378,10 +448,11 @@ class Plan:
         shapes = {name: (array.dtype, array.shape) for name, array in tensors.items()}
         for coded in (True,) if tokens == BLOCK else (False, True):
             if kind == "rows":
-                words = [joined.words_in(tensors, tokens) for joined in self.joined]
-                specs = self.rows_specs(start, tokens, coded, words)
+                specs = self.rows_specs(start, tokens, coded, self.rows.words_in(tensors, tokens))
             else:
-                specs = self.window_specs(mask, start, coded)
+                counts = [(section, rows.bit_count()) for section, rows in zip(self.windowed, mask, strict=True)]
+                words = [section.words_in(tensors, count) for section, count in counts]
+                specs = self.window_specs(mask, start, coded, words)
             if shapes == {spec.name: (DTYPES[spec.dtype], spec.shape) for spec in specs}:
                 return True
         return False
@@ -451,24 +522,17 @@ def _section(prefix: str, leaves: list[int], codings: _Codings) -> Section:
     return Section(tuple(groups))
 
 
-def _joined(leaves: Sequence[Layout], layer_of: Sequence[int], layers: int, codec: Codec) -> tuple[Joined, ...]:
-    """Return the groups of a calibration whose layers are all here, as they were there: plain caches of so many heads."""
-    if not isinstance(codec, Calibrated):
-        return ()
-    streams: dict[tuple[int, int], tuple[int, str, str]] = {}  # (group, number) -> (leaf, stream, dtype)
+def _calibrated_streams(
+    leaves: Sequence[Layout], layer_of: Sequence[int], codec: Calibrated
+) -> dict[tuple[int, int], tuple[int, str, str]]:
+    """Return the streams that a calibration knows, of plain and rotating caches: (group, number) -> (leaf, stream, dtype)."""
+    streams: dict[tuple[int, int], tuple[int, str, str]] = {}
     for leaf, (layout, layer) in enumerate(zip(leaves, layer_of, strict=True)):
-        if layout["class"] != PLAIN_CACHE or layer_of.count(layer) > 1:
+        window = Window(*layout.get("window", (0,)))
+        if layout["class"] not in (PLAIN_CACHE, ROTATING_CACHE) or window.keep or layer_of.count(layer) > 1:
             continue
         for name, part, heads, width, dtype, exact in layout["streams"] or ():
-            place = codec.place_of(Stream(layer, layers, part, heads, width, width, dtype))
+            place = codec.place_of(Stream(layer, max(layer_of) + 1, part, heads, width, width, dtype), window.size)
             if place is not None and not exact:
                 streams[place] = leaf, name, dtype
-    joined = []
-    for g, group in enumerate(codec.basis.groups):
-        members = [streams.get((g, number)) for number in range(2 * len(group.layers))]
-        there = [member for member in members if member is not None]
-        if len(there) == len(members) and len({dtype for _, _, dtype in there}) == 1:
-            names = (f"z{g}.heads", f"z{g}.words", f"z{g}.offsets", f"z{g}.offset_steps")
-            coder = codec.coder(g, there[0][2])
-            joined.append(Joined(coder, tuple((leaf, name) for leaf, name, _ in there), names))
-    return tuple(joined)
+    return streams

@@ -14,18 +14,19 @@ from prefixcache.codecs.pieces import Piece
 from prefixcache.codecs.transform import gpu_coding
 from prefixcache.codecs.transform.coding import Codes
 from prefixcache.codecs.transform.entropy import DamagedCodes
+from prefixcache.keys import BLOCK
 from prefixcache.layers.adapters import Leaf
-from prefixcache.layers.image_layout import Joined, Tensors
+from prefixcache.layers.image_layout import Joined, Place, Plan, Section, Tensors
 
 
 class DamagedBlock(ValueError):
-    """The rows of the block that begins at token `start` are codes that no encoder wrote. Its checksum is right: whoever
-    wrote it sealed it.
+    """Rows of the block of token `start` are codes that no encoder wrote. The image's checksum is right: whoever wrote it
+    sealed it. `start` becomes the block's first token.
     """
 
     def __init__(self, start: int, reason: str):
-        super().__init__(f"the block at token {start} is damaged: {reason}")
-        self.start = start
+        self.start = start - start % BLOCK
+        super().__init__(f"the block at token {self.start} is damaged: {reason}")
 
 
 class BlockRows(NamedTuple):
@@ -39,67 +40,105 @@ class BlockRows(NamedTuple):
     known: tuple[Tensors, int] | None = None
 
 
+class TailRows(NamedTuple):
+    """Rows of a window that the tensors of a tail's image have as they are, those of `section`."""
+
+    section: Section
+    tensors: Tensors
+    rows: slice
+
+    def of(self, at: Place) -> np.ndarray:
+        """Return rows (tokens, heads, width), bf16 as uint16, of the stream that is `at` this place of the section."""
+        group, member = at
+        return self.tensors[self.section.groups[group].names[0]][self.rows, member.in_group]
+
+    def on_device(self, at: Place) -> mx.array:
+        """Return rows (heads, tokens, width) of the same."""
+        return bring_in(self.of(at).swapaxes(0, 1), self.section.groups[at[0]].codec.dtype)
+
+
 class RowsToCode(NamedTuple):
     """Those of a block's rows that are still to be coded in one group: `first` to `last`, of which the first `skip` are kept
-    elsewhere. `taken`: the codes of those before, of another image.
+    elsewhere. `taken`: codes of others of the block's rows. They are in `tail`, or in live leaves.
     """
 
     first: int
     last: int
     skip: int
     taken: Codes | None
+    tail: TailRows | None = None
+
+    def of(self, leaf: Leaf, stream: str, place: Place) -> np.ndarray:
+        """Return rows (tokens, heads, width), bf16 as uint16, of one stream, which tails have at this place."""
+        if self.tail is not None:
+            return self.tail.of(place)
+        rows = _live(leaf, stream, self.first, self.last)
+        return (borrow(rows) if on_cpu() else copy_out(rows)).swapaxes(0, 1)
 
 
-def encode_joined(
-    groups: Sequence[Joined], leaves: Sequence[Leaf], blocks: Sequence[BlockRows], sinks: int
-) -> list[list[Codes]]:
-    """Encode, for each group of layers, each block; tokens before token `sinks` are kept elsewhere."""
-    parts = [[_uncoded(joined, block, sinks) for block in blocks] for joined in groups]
+def _live(leaf: Leaf, stream: str, first: int, last: int) -> mx.array:
+    """Return rows (heads, tokens, width)."""
+    where = leaf.where(first, last)
+    return leaf.arrays[stream][0][:, where if isinstance(where, slice) else mx.array(where)]
+
+
+def encode_joined(plan: Plan, leaves: Sequence[Leaf], blocks: Sequence[BlockRows]) -> list[list[Codes]]:
+    """Encode, for each group of layers that keep every token, each block."""
+    groups = plan.rows.joined
+    parts = [[_uncoded(joined, block, plan.sink_tokens) for block in blocks] for joined in groups]
     uncoded = [[part for part in of_group if part.first < part.last] for of_group in parts]
     codes = []
-    encode = _encode_on_gpu if gpu_coding.available() else _encode
-    for of_group, encoded in zip(parts, encode(groups, leaves, uncoded), strict=True):
+    for of_group, encoded in zip(parts, encode_parts(plan, groups, leaves, uncoded), strict=True):
         new = iter(encoded)
-        codes.append([_behind(part.taken, next(new) if part.first < part.last else None) for part in of_group])
+        for_blocks = [[part.taken, next(new) if part.first < part.last else None] for part in of_group]
+        codes.append([one_after_another([part for part in parts if part is not None]) for parts in for_blocks])
     return codes
+
+
+def encode_parts(
+    plan: Plan, groups: Sequence[Joined], leaves: Sequence[Leaf], parts: Sequence[Sequence[RowsToCode]]
+) -> Iterator[list[Codes]]:
+    """Encode of each group the rows of each part."""
+    return (_encode_on_gpu if gpu_coding.available() else _encode)(plan, groups, leaves, parts)
 
 
 def _uncoded(joined: Joined, block: BlockRows, sinks: int) -> RowsToCode:
     taken, copied = None, 0
     if block.known is not None:
         tensors, copied = block.known
-        taken = codes_of(joined, tensors, copied)
+        taken = codes_of(joined, tensors, slice(0, copied))
     first = block.first + copied
-    return RowsToCode(first, block.last, min(max(sinks - first, 0), block.last - first), taken)
+    skip = min(max(sinks - first, 0), block.last - first)
+    return RowsToCode(first, block.last, skip, taken)
 
 
-def _behind(taken: Codes | None, new: Codes | None) -> Codes:
-    if taken is None or new is None:
-        return taken or new  # type: ignore[return-value]
-    return taken._replace(
-        heads=np.concatenate([taken.heads, new.heads]), words=np.concatenate([taken.words, new.words])
-    )
+def one_after_another(codes: Sequence[Codes]) -> Codes:
+    """Return codes of a block's rows as one, with the offsets of the first."""
+    if len(codes) == 1:
+        return codes[0]
+    heads, words = (np.concatenate(arrays) for arrays in zip(*((of.heads, of.words) for of in codes), strict=True))
+    return codes[0]._replace(heads=heads, words=words)
 
 
 def _encode(
-    groups: Sequence[Joined], leaves: Sequence[Leaf], parts: Sequence[Sequence[RowsToCode]]
+    plan: Plan, groups: Sequence[Joined], leaves: Sequence[Leaf], parts: Sequence[Sequence[RowsToCode]]
 ) -> Iterator[list[Codes]]:
     for joined, of_group in zip(groups, parts, strict=True):
         codes = []
         for part in of_group:
-            rows = [_rows_of(leaves[leaf], stream, part.first, part.last) for leaf, stream in joined.streams]
+            rows = [part.of(leaves[leaf], stream, plan.tail_places[leaf][stream]) for leaf, stream in joined.streams]
             codes.append(joined.coder.encode(rows, part.first, part.skip, part.taken))
         yield codes
 
 
 def _encode_on_gpu(
-    groups: Sequence[Joined], leaves: Sequence[Leaf], parts: Sequence[Sequence[RowsToCode]]
+    plan: Plan, groups: Sequence[Joined], leaves: Sequence[Leaf], parts: Sequence[Sequence[RowsToCode]]
 ) -> Iterator[list[Codes]]:
     """Encode groups of which the same rows are to be coded together, as many as there is room for."""
     at = 0
     while at < len(groups):
         if not gpu_coding.takes(groups[at].coder):
-            yield from _encode(groups[at : at + 1], leaves, parts[at : at + 1])
+            yield from _encode(plan, groups[at : at + 1], leaves, parts[at : at + 1])
             at += 1
             continue
         blocks = [gpu_coding.BlockSpan(part.first, part.last, part.skip) for part in parts[at]]
@@ -112,10 +151,11 @@ def _encode_on_gpu(
             continue
         coders = [joined.coder for joined in groups[at:alike]]
         end = at + gpu_coding.at_once(coders, sum(block.last - block.first for block in blocks))
-        runs = merged([(block.first, block.last) for block in blocks])
         yield from gpu_coding.encode(
             [
-                gpu_coding.GroupRows(joined.coder, _streams_of(joined, leaves, runs), [part.taken for part in of_group])
+                gpu_coding.GroupRows(
+                    joined.coder, _streams_of(plan, joined, leaves, of_group), [part.taken for part in of_group]
+                )
                 for joined, of_group in zip(groups[at:end], parts[at:end], strict=True)
             ],
             blocks,
@@ -123,11 +163,18 @@ def _encode_on_gpu(
         at = end
 
 
-def _streams_of(joined: Joined, leaves: Sequence[Leaf], runs: Sequence[tuple[int, int]]) -> list[mx.array]:
-    """Return rows (heads, tokens, width) of each joined stream, of the tokens of runs."""
+def _streams_of(plan: Plan, joined: Joined, leaves: Sequence[Leaf], parts: Sequence[RowsToCode]) -> list[mx.array]:
+    """Return rows (heads, tokens, width) of each joined stream, of all parts."""
+    in_leaves = all(part.tail is None for part in parts)
+    runs = merged([(part.first, part.last) for part in parts]) if in_leaves else []
     streams = []
     for leaf, stream in joined.streams:
-        there = [leaves[leaf].arrays[stream][0][:, leaves[leaf].where(*run)] for run in runs]
+        there = [_live(leaves[leaf], stream, *run) for run in runs]
+        for part in () if in_leaves else parts:
+            if part.tail is None:
+                there.append(_live(leaves[leaf], stream, part.first, part.last))
+            else:
+                there.append(part.tail.on_device(plan.tail_places[leaf][stream]))
         streams.append(there[0] if len(there) == 1 else mx.concatenate(there, axis=1))
     return streams
 
@@ -151,12 +198,6 @@ class Stretch(NamedTuple):
     first: int
     on_cpu: Sequence[np.ndarray] = ()
     on_gpu: Sequence[mx.array] = ()
-
-    def since(self, token: int) -> Stretch:
-        """Return the same without the rows of tokens before `token`."""
-        skipped = max(token - self.first, 0)
-        on_cpu, on_gpu = [stream[skipped:] for stream in self.on_cpu], [stream[:, skipped:] for stream in self.on_gpu]
-        return Stretch(token, on_cpu, on_gpu) if skipped else self
 
     def piece(self, number: int, codec: RowCodec) -> Piece:
         """Return the rows of one stream, for a buffer; `codec` keeps rows as they are."""
@@ -204,7 +245,7 @@ def decode_joined(groups: Sequence[CodedBlocks]) -> Iterator[DecodedGroup]:
     while at < len(groups):
         if not on_gpu or not tokens or not gpu_coding.takes(groups[at].joined.coder):
             joined, blocks = groups[at]
-            yield DecodedGroup([Stretch(start, _decoded(joined, start, codes)) for start, codes in blocks], counts)
+            yield DecodedGroup([Stretch(start, decoded(joined, start, codes)) for start, codes in blocks], counts)
             at += 1
             continue
         end = at + gpu_coding.at_once([joined.coder for joined, _ in groups[at:]], tokens)
@@ -235,29 +276,24 @@ def _stretches(streams: Sequence[mx.array], counts: Sequence[tuple[int, int]]) -
     return stretches
 
 
-def _decoded(joined: Joined, start: int, codes: Codes) -> list[np.ndarray]:
+def decoded(joined: Joined, start: int, codes: Codes) -> list[np.ndarray]:
+    """Return rows (tokens, heads, width) of each stream, of tokens from `start` on. DamagedBlock for codes that no encoder
+    wrote.
+    """
     try:
         return joined.coder.decode(codes, start)
     except DamagedCodes as reason:
         raise DamagedBlock(start, str(reason)) from None
 
 
-def codes_of(joined: Joined, tensors: Tensors, count: int) -> Codes:
-    """Return the codes of the first `count` rows in an image's tensors."""
+def codes_of(joined: Joined, tensors: Tensors, rows: slice) -> Codes:
+    """Return the codes of these rows in an image's tensors."""
     heads, words, offsets, offset_steps = (tensors[name] for name in joined.names)
-    heads = heads[:count]
-    return Codes(heads, words[: joined.coder.words_of(heads)], offsets, offset_steps)
+    first = joined.coder.words_of(heads[: rows.start])
+    heads = heads[rows]
+    return Codes(heads, words[first : first + joined.coder.words_of(heads)], offsets, offset_steps)
 
 
 def write_joined(joined: Joined, codes: Codes, tensors: Tensors) -> None:
     for name, values in zip(joined.names, codes, strict=True):
         tensors[name][...] = values
-
-
-def _rows_of(leaf: Leaf, stream: str, first: int, last: int) -> np.ndarray:
-    """Return rows (tokens, heads, width), bf16 as uint16."""
-    where = leaf.where(first, last)
-    assert isinstance(where, slice)  # of layers that keep every token
-    array = leaf.arrays[stream]
-    rows = borrow(array)[0][:, where] if on_cpu() else copy_out(array[0][:, where])
-    return rows.swapaxes(0, 1)

@@ -9,22 +9,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from prefixcache.blocks.masks import mask_of, runs_of
+from prefixcache.blocks.masks import RowPairs
 from prefixcache.codecs.base import Decoding, Encoding
 from prefixcache.codecs.turboquant.measure_levels import measure_levels
 from prefixcache.layers import levels
 from prefixcache.layers.image_layout import Group, Section, Tensors
-
-RowPairs = list[tuple[slice, slice]]  # rows to write, rows to read
-
-
-def row_pairs(tokens: int, into: int, out: int) -> RowPairs:
-    """Say where the tokens in a mask stand among those in the mask `into`, and among those in `out`."""
-    pairs = []
-    for first, last in runs_of(tokens):
-        a, b = ((mask & mask_of(0, first)).bit_count() for mask in (into, out))
-        pairs.append((slice(a, a + last - first), slice(b, b + last - first)))
-    return pairs
+from prefixcache.layers.joined import codes_of, decoded
 
 
 class TakeCodes(NamedTuple):
@@ -62,16 +52,26 @@ class CopyRows(NamedTuple):
 
 
 class DecodeRows(NamedTuple):
-    """Decode rows of `section` into tensors of `tails`, which keeps the same streams as they are."""
+    """Decode rows of `section` into tensors of `tails`, which keeps the same streams as they are. `tokens`: the first one of
+    each pair's rows.
+    """
 
     section: Section
     source: Tensors
     tails: Section
     tensors: Tensors
     pairs: RowPairs
+    tokens: Sequence[int]
 
     def run(self) -> None:
+        """Decode. DamagedBlock for joined rows' codes that no encoder wrote."""
         places = _places(self.tails)
+        for joined in self.section.joined:
+            for (into, out), token in zip(self.pairs, self.tokens, strict=True):
+                rows = decoded(joined, token, codes_of(joined, self.source, out))
+                for at, of_stream in zip(joined.streams, rows, strict=True):
+                    tail, heads = places[at]
+                    self.tensors[tail.names[0]][into, heads] = of_stream
         for group in self.section.groups:
             for member in group.members:
                 tail, heads = places[member.leaf, member.stream]

@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from prefixcache.blocks.masks import mask_of, runs_of
+from prefixcache.codecs.base import RowCodec
 from prefixcache.codecs.interchange import on_cpu
 from prefixcache.codecs.pieces import Piece
 from prefixcache.image_format import Image
@@ -65,19 +66,14 @@ class WindowRuns(NamedTuple):
 class StoredRows:
     """The rows of the first `tokens` tokens of a prompt in the images of its blocks. For one call, on its thread.
 
-    `layers` are those whose rows are asked for, in the model's order, all of them by default: the streams that a transform
-    joins are decoded together, and kept until those of another group are asked for.
+    `layers` are those whose rows are asked for, in the model's order, all of them by default.
     """
 
     def __init__(self, plan: Plan, tokens: int, blocks: Sequence[Block], layers: Collection[int] | None = None):
         self.plan, self.tokens, self.blocks = plan, tokens, blocks
         self._leading: dict[tuple[int, int], list[RowRun]] = {}
-        asked = [
-            j for (leaf, _), (j, _) in plan.joined_places.items() if layers is None or plan.layer_of[leaf] in layers
-        ]
-        self._group: tuple[int, DecodedGroup] | None = None
-        self._next_groups = self._decoded_groups(list(dict.fromkeys(asked)))
-        self._unchecked: list[DecodedGroup] = []
+        self._layers = layers
+        self._joined: dict[int | None, JoinedRows] = {}  # by window
         self._windows: dict[int, WindowRuns] = {}
         self._stacks = None if on_cpu() else Stacks(one_by_one=layers is not None and len(layers) < len(plan.layers))
 
@@ -104,8 +100,8 @@ class StoredRows:
 
     def check(self) -> None:
         """Raise DamagedBlock if codes that `pieces` had decoded were written by no encoder. Waits for the GPU."""
-        for group in self._unchecked:
-            group.check()
+        for joined in self._joined.values():
+            joined.check()
 
     def _of_all_tokens(self, leaf: int, stream: str) -> list[Piece]:
         """Return the rows of a layer that keeps every token: sinks, then codes, then the tail as it is."""
@@ -116,7 +112,7 @@ class StoredRows:
             sinks = min(plan.sink_tokens, self.tokens)
             pieces = self._pieces(plan.sinks, sink_place, self.leading(0, sinks))
         if (leaf, stream) in plan.joined_places:
-            pieces += self._of_joined(leaf, stream, sinks)
+            pieces += [piece.since(sinks) for piece in self._of_joined(leaf, stream, None, plan.rows, coded)]
         elif coded:
             pieces += [piece.since(sinks) for piece in self._pieces(plan.rows, plan.places[leaf][stream], coded)]
         return pieces + self._pieces(plan.tails, plan.tail_places[leaf][stream], uncoded)
@@ -131,38 +127,41 @@ class StoredRows:
         """Return one stream's rows of these runs. For the same runs pass the same list."""
         return pieces_of(section, place, runs) if self._stacks is None else self._stacks.pieces(section, place, runs)
 
-    def _of_joined(self, leaf: int, stream: str, first: int) -> list[Piece]:
-        """Return the coded rows, from token `first` on, of a stream that is transformed with others."""
-        j, number = self.plan.joined_places[leaf, stream]
-        if self._group is None or self._group[0] != j:
-            group = next(self._next_groups, None)
-            if group is None or group[0] != j:
-                group = next(self._decoded_groups([j]))
-            self._group = group
-            self._unchecked.append(group[1]._replace(stretches=[]))
-        codec = self.plan.tails.groups[self.plan.tail_places[leaf][stream][0]].codec
-        return [stretch.since(first).piece(number, codec) for stretch in self._group[1].stretches]
-
-    def _decoded_groups(self, numbers: Sequence[int]) -> Iterator[tuple[int, DecodedGroup]]:
-        runs, _ = self._coded_runs
-        groups = [self.plan.joined[j] for j in numbers]
-        coded = [CodedBlocks(of, [(run.at, codes_of(of, run.tensors, run.rows)) for run in runs]) for of in groups]
-        yield from zip(numbers, decode_joined(coded) if coded else (), strict=True)
+    def _of_joined(
+        self, leaf: int, stream: str, window: int | None, section: Section, runs: Sequence[RowRun]
+    ) -> list[Piece]:
+        """Return the rows in these coded runs of a stream that is transformed with others of its section."""
+        plan = self.plan
+        if window not in self._joined:
+            first = 0 if window is None else self._first_row(window)
+            asked = [
+                plan.joined_places[at][0]
+                for joined in section.joined
+                for at in joined.streams
+                if self._layers is None or plan.layer_of[at[0]] in self._layers
+            ]
+            self._joined[window] = JoinedRows(section, runs, first, list(dict.fromkeys(asked)))
+        tails = plan.tails if window is None else plan.window_tails[window]
+        codec = tails.groups[plan.tail_places[leaf][stream][0]].codec
+        return self._joined[window].pieces(*plan.joined_places[leaf, stream], codec)
 
     def _of_window(self, leaf: int, stream: str, window: int) -> list[Piece]:
-        plan, place, as_it_is = self.plan, self.plan.places[leaf][stream], self.plan.tail_places[leaf][stream]
+        plan, as_it_is = self.plan, self.plan.tail_places[leaf][stream]
         kept = self.leading(0, min(plan.windows[window].keep, self.tokens))
         runs = self._runs_of_window(window)
         pieces = self._pieces(plan.kept[window], as_it_is, kept)
         pieces += self._pieces(plan.window_tails[window], as_it_is, runs.tails)
-        if (sink_place := plan.sink_places[leaf].get(stream)) is None:
-            return pieces + self._pieces(plan.windowed[window], place, runs.whole)
-        pieces += self._pieces(plan.window_sinks[window], sink_place, runs.sunk)
-        return pieces + self._pieces(plan.windowed[window], place, runs.coded)
+        coded = runs.whole
+        if (sink_place := plan.sink_places[leaf].get(stream)) is not None:
+            pieces += self._pieces(plan.window_sinks[window], sink_place, runs.sunk)
+            coded = runs.coded
+        if (leaf, stream) in plan.joined_places:
+            return pieces + self._of_joined(leaf, stream, window, plan.windowed[window], coded)
+        return pieces + self._pieces(plan.windowed[window], plan.places[leaf][stream], coded)
 
     def _runs_of_window(self, window: int) -> WindowRuns:
         if window not in self._windows:
-            coded_names = [name for group in self.plan.windowed[window].groups for name in group.names]
+            coded_names = self.plan.windowed[window].names
             runs = WindowRuns([], [], [], [])
             for run in self._window_runs(window):
                 if not all(name in run.tensors for name in coded_names):
@@ -177,11 +176,7 @@ class StoredRows:
         return self._windows[window]
 
     def _window_runs(self, index: int) -> Iterator[RowRun]:
-        window = self.plan.windows[index]
-        low = window.first(self.tokens)
-        # A full ring: the row behind the kept ones is the next to be overwritten, and never read.
-        full = not window.chunked and self.tokens > window.size
-        shift = low - (window.keep + 1 if full else 0 if window.chunked else low)
+        low, shift = self.plan.windows[index].first(self.tokens), self._first_row(index)
         for block in self.blocks:
             missing = mask_of(low - block.start, self.tokens - block.start)
             sinks = self.plan.sunk(block.start)
@@ -193,6 +188,50 @@ class StoredRows:
                         sunk = (before & sinks).bit_count() if asked & sinks else None
                         yield RowRun(image.tensors, before.bit_count(), last - first, block.start + first - shift, sunk)
                 missing &= ~mask
+
+    def _first_row(self, index: int) -> int:
+        """Return the token whose row would be the first in a window's buffer, if the window began there."""
+        window = self.plan.windows[index]
+        low = window.first(self.tokens)
+        # A full ring: the row behind the kept ones is the next to be overwritten, and never read.
+        full = not window.chunked and self.tokens > window.size
+        return low - (window.keep + 1 if full else 0 if window.chunked else low)
+
+
+class JoinedRows:
+    """Rows of a section's joined streams in coded runs, whose buffers begin with token `first`'s. What is joined is decoded
+    together, in the order `asked`, and kept until streams of others are asked for.
+    """
+
+    def __init__(self, section: Section, runs: Sequence[RowRun], first: int, asked: Sequence[int]):
+        self._section, self._runs, self._first = section, runs, first
+        self._group: tuple[int, DecodedGroup] | None = None
+        self._next_groups = self._decoded(asked)
+        self._unchecked: list[DecodedGroup] = []
+
+    def pieces(self, j: int, number: int, codec: RowCodec) -> list[Piece]:
+        """Return the rows of one stream of the section's `joined[j]`; `codec` keeps rows as they are."""
+        if self._group is None or self._group[0] != j:
+            group = next(self._next_groups, None)
+            if group is None or group[0] != j:
+                group = next(self._decoded([j]))
+            self._group = group
+            self._unchecked.append(group[1]._replace(stretches=[]))
+        pieces = [stretch.piece(number, codec) for stretch in self._group[1].stretches]
+        return [piece._replace(at=piece.at - self._first) for piece in pieces]
+
+    def check(self) -> None:
+        """Raise DamagedBlock if codes that were decoded were written by no encoder. Waits for the GPU."""
+        for group in self._unchecked:
+            group.check()
+
+    def _decoded(self, numbers: Sequence[int]) -> Iterator[tuple[int, DecodedGroup]]:
+        coded = []
+        for joined in (self._section.joined[j] for j in numbers):
+            places = [(run, slice(run.first, run.first + run.rows)) for run in self._runs]
+            blocks = [(run.at + self._first, codes_of(joined, run.tensors, rows)) for run, rows in places]
+            coded.append(CodedBlocks(joined, blocks))
+        yield from zip(numbers, decode_joined(coded) if coded else (), strict=True)
 
 
 def pieces_of(section: Section, place: Place, runs: Iterable[RowRun]) -> list[Piece]:

@@ -17,7 +17,7 @@ from prefixcache.blocks.masks import mask_of, runs_of
 from prefixcache.codecs.turboquant.coding import spans_of
 from prefixcache.layers import levels
 from prefixcache.layers.adapters import Leaf, LiveCodes
-from prefixcache.layers.image_layout import Group, Member, Plan, Tensors
+from prefixcache.layers.image_layout import Group, Joined, Member, Plan, Tensors
 from prefixcache.layers.joined import CodedBlocks, DamagedBlock, codes_of, decode_joined
 from prefixcache.layers.live_codes import same
 from prefixcache.layers.write_back import decoded_rows
@@ -78,23 +78,24 @@ def _compared_rows(
         for group in plan.rows.groups:
             for member in group.members:
                 yield _compared(group, member, leaves[member.leaf], start, tensors, run)
-        yield from _compared_joined(plan, leaves, start, tensors, run)
+        yield from _compared_joined(plan.rows.joined, leaves, start, tensors, run)
 
 
 def _compared_joined(
-    plan: Plan, leaves: Sequence[Leaf], start: int, tensors: Tensors, run: TokenRun
+    joined_streams: Sequence[Joined], leaves: Sequence[Leaf], start: int, tensors: Tensors, run: TokenRun
 ) -> Iterator[Compared]:
-    for joined in plan.joined:
-        codes = codes_of(joined, tensors, run.last)
+    before = run.at if run.at == run.first else 0  # rows of a block's first tokens: decoded, too, as in a fetch
+    for joined in joined_streams:
+        codes = codes_of(joined, tensors, slice(run.at - before, run.at + run.last - run.first))
         try:
-            (decoded,) = decode_joined([CodedBlocks(joined, [(start, codes)])])
+            (decoded,) = decode_joined([CodedBlocks(joined, [(start + run.first - before, codes)])])
             decoded.check()
         except DamagedBlock:  # a fetch deletes the image
             yield Compared(run.first, mx.array([False]))
             return
         (rows,) = decoded.stretches
         for number, (leaf, stream) in enumerate(joined.streams):
-            stored = rows.rows(number, joined.coder.dtype)[:, run.first :]
+            stored = rows.rows(number, joined.coder.dtype)[:, before:]
             yield Compared(run.first, _alike(_live(leaves[leaf], stream, start, run), stored))
 
 
@@ -107,6 +108,7 @@ def _compared_windows(
             for group in section.groups:
                 for member in group.members:
                     yield _compared(group, member, leaves[member.leaf], start, tensors, run)
+            yield from _compared_joined(section.joined, leaves, start, tensors, run)
 
 
 def _compared(group: Group, member: Member, leaf: Leaf, start: int, tensors: Tensors, run: TokenRun) -> Compared:

@@ -9,18 +9,17 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from prefixcache.blocks.masks import held_mask, runs_of
+from prefixcache.blocks.masks import held_mask, row_pairs, runs_of
 from prefixcache.codecs import RawRows
 from prefixcache.codecs.interchange import on_cpu
 from prefixcache.codecs.pieces import Piece, decode
-from prefixcache.codecs.transform.coding import Codes
 from prefixcache.image_format import Image
 from prefixcache.keys import BLOCK
 from prefixcache.layers import levels
 from prefixcache.layers.adapters import Leaf
 from prefixcache.layers.image_layout import Group, Member, Plan, Section, Tensors
 from prefixcache.layers.joined import CodedBlocks, DamagedBlock, codes_of, decode_joined
-from prefixcache.layers.recode import row_pairs
+from prefixcache.layers.joined_windows import CodedWindow, coded_window
 
 
 def decoded_rows(group: Group, member: Member, rows: slice, tensors: Tensors) -> mx.array:
@@ -68,7 +67,7 @@ class WriteBack:
                     self.decode_rows(group, member, first, rows, tensors, exact)
 
     def decode_window(self, start: int, tensors: Tensors, mask: tuple[int, ...]) -> None:
-        """Add what a block's window image has of the tokens that the live cache holds."""
+        """Add what a block's window image has of the tokens that the live cache holds, but of transformed layers."""
         plan, sunk = self._plan, self._plan.sunk(start)
         for w, section in enumerate(plan.windowed):
             present = mask[w] & held_mask(self._held[w], start, plan.windows[w].keep, self._limit)
@@ -78,17 +77,39 @@ class WriteBack:
             for (first, _), (_, rows) in zip(runs_of(sinks), row_pairs(sinks, present, mask[w] & sunk), strict=True):
                 self.decode_section(plan.window_sinks[w], start + first, tensors, rows)
 
-    def decode_joined(self, groups: Sequence[Sequence[tuple[int, Codes]]]) -> None:
-        """Add whole blocks of each group of transformed layers, each from a token on."""
+    def decode_joined(self, images: Sequence[tuple[int, Tensors]]) -> None:
+        """Add what rows images of whole blocks, each of a block from a token on, have of transformed layers."""
+        self._decode(
+            [
+                CodedBlocks(joined, [(start, codes_of(joined, tensors, slice(0, BLOCK))) for start, tensors in images])
+                for joined in self._plan.rows.joined
+            ]
+        )
+
+    def decode_joined_windows(self, images: Sequence[tuple[int, Tensors, tuple[int, ...]]]) -> None:
+        """Add what window images of whole blocks, each of a block from a token on and with its masks, have of transformed
+        layers and of the tokens that the live cache holds.
+        """
+        for w, window in enumerate(self._plan.windows):
+            blocks = []
+            for start, tensors, mask in images:
+                wanted = mask[w] & held_mask(self._held[w], start, window.keep, self._limit) & ~self._plan.sunk(start)
+                blocks.append(CodedWindow(start, tensors, wanted, mask[w]))
+            self._decode(coded_window(self._plan.windowed[w], blocks))
+
+    def _decode(self, groups: Sequence[CodedBlocks]) -> None:
+        """Add the rows of groups' blocks, but of those before `since`."""
         coded = [
-            CodedBlocks(joined, [(start, codes) for start, codes in blocks if start + BLOCK > self.since])
-            for joined, blocks in zip(self._plan.joined, groups, strict=True)
+            of._replace(
+                blocks=[(token, codes) for token, codes in of.blocks if token - token % BLOCK + BLOCK > self.since]
+            )
+            for of in groups
         ]
-        if not coded:
+        if not coded or not coded[0].blocks:
             return
         try:
             rows, unchecked = [], []
-            for joined, decoded in zip(self._plan.joined, decode_joined(coded), strict=True):
+            for (joined, _), decoded in zip(coded, decode_joined(coded), strict=True):
                 for stretch in decoded.stretches:
                     for number, (leaf, stream) in enumerate(joined.streams):
                         _, member = self._plan.tail_places[leaf][stream]
@@ -107,9 +128,7 @@ class WriteBack:
         for start, tensors in images:
             for section, count in self._plan.in_rows(start, BLOCK, coded=True):
                 self.decode_section(section, start, tensors, slice(0, count))
-        self.decode_joined(
-            [[(start, codes_of(joined, tensors, BLOCK)) for start, tensors in images] for joined in self._plan.joined]
-        )
+        self.decode_joined(images)
 
     def apply(self) -> None:
         """Put the added rows into the live cache's buffers, in place of the rows that are there."""

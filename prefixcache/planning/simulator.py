@@ -26,7 +26,7 @@ from prefixcache.codecs.transform.codec import Calibrated
 from prefixcache.image_format import SNAPSHOT, Blueprint, HeaderFields, Image, ImageKind, Spec
 from prefixcache.keys import TOKEN_BYTES, canonical, root_key
 from prefixcache.layers.finite import NotFinite
-from prefixcache.layers.image_layout import Plan
+from prefixcache.layers.image_layout import Plan, Words
 from prefixcache.layers.snapshots import State
 from prefixcache.memory import collector_at_rest
 from prefixcache.planning.model import ModelState, held_rows
@@ -61,13 +61,15 @@ class RememberedPlan(Plan):
         self._window_specs: dict[tuple[Any, ...], list[Spec]] = {}
         self._plain = max([self.sink_tokens, *(window.keep for window in self.windows)])
 
-    def rows_specs(self, start: int, tokens: int, coded: bool, words: Sequence[int | None] | None = None) -> list[Spec]:
+    def rows_specs(self, start: int, tokens: int, coded: bool, words: Words | None = None) -> list[Spec]:
         at = min(start, self._plain), tokens, coded  # from there on all blocks have the same tensors
         if at not in self._rows_specs:
             self._rows_specs[at] = super().rows_specs(start, tokens, coded)
         return self._rows_specs[at]
 
-    def window_specs(self, mask: tuple[int, ...], start: int, coded: bool) -> list[Spec]:
+    def window_specs(
+        self, mask: tuple[int, ...], start: int, coded: bool, words: Sequence[Words] | None = None
+    ) -> list[Spec]:
         what = *(m.bit_count() for m in mask), *(m & self.sunk(start) for m in mask), coded
         if what not in self._window_specs:
             self._window_specs[what] = super().window_specs(mask, start, coded)

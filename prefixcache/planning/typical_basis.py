@@ -1,4 +1,4 @@
-"""In the place of a model's basis that isn't here: groups of its plain layers, whose rows are as long as is typical.
+"""In the place of a model's basis that isn't here: groups of its layers, whose rows are as long as is typical.
 
 It says sizes and codes nothing. `sizes` and the simulator take the codec that it makes like any other.
 """
@@ -9,6 +9,7 @@ from collections import Counter
 
 import numpy as np
 
+from prefixcache.blocks.node import Window
 from prefixcache.codecs import Codec
 from prefixcache.codecs.transform.basis import QUALITIES, Basis, LayerGroup
 from prefixcache.codecs.transform.codec import TYPICAL_BITS, Calibrated, Transform
@@ -16,7 +17,7 @@ from prefixcache.codecs.transform.layer import Layer, grouped
 from prefixcache.codecs.transform.rope import NO_ROPE
 from prefixcache.codecs.transform.tables import first_guess
 from prefixcache.codecs.turboquant.codec import is_latent
-from prefixcache.layers.adapters import PLAIN_CACHE
+from prefixcache.layers.adapters import PLAIN_CACHE, ROTATING_CACHE
 from prefixcache.layers.image_layout import Plan
 
 HASH = "0" * 32  # no file's
@@ -39,19 +40,23 @@ def typical(codec: Codec, plan: Plan) -> Codec:
     """
     if not isinstance(codec, Transform):
         return codec
-    basis = TypicalBasis(_plain_layers(plan))
+    basis = TypicalBasis(_layers(plan))
     return Calibrated(codec.quality, codec.otherwise, basis) if basis.groups else codec.otherwise
 
 
-def _plain_layers(plan: Plan) -> list[Layer]:
-    """Return those that a calibration may take: plain caches of keys and values, no latents."""
+def _layers(plan: Plan) -> list[Layer]:
+    """Return those that a calibration may take: plain caches of keys and values, and windows that keep no first tokens; no
+    latents.
+    """
     caches, layers = Counter(plan.layer_of), []
     for leaf, index in zip(plan.leaves, plan.layer_of, strict=True):
-        if leaf["class"] != PLAIN_CACHE or caches[index] > 1 or not leaf["streams"]:
+        window = Window(*leaf.get("window", (0,)))
+        known = leaf["class"] in (PLAIN_CACHE, ROTATING_CACHE) and not window.keep
+        if not known or caches[index] > 1 or not leaf["streams"]:
             continue
         (_, _, heads, key_width, dtype, _), (_, _, value_heads, value_width, value_dtype, _) = leaf["streams"]
         if (heads, dtype) == (value_heads, value_dtype) and not is_latent(heads, key_width, value_width):
-            layers.append(Layer(index, heads, key_width, value_width, dtype, NO_ROPE))
+            layers.append(Layer(index, heads, key_width, value_width, dtype, NO_ROPE, window.size))
     return layers
 
 

@@ -92,17 +92,19 @@ def fill_read_ahead(
 
 
 def discard_damaged(storage: Storage, prompt: Prompt, stored: StoredPrompt, damage: DamagedBlock) -> None:
-    """Delete a block's rows from every tier, when they can't be decoded: what is left of the prompt ends before it."""
-    damaged = next(block.rows for block in stored.blocks if block.start == damage.start)
+    """Delete a block's images from every tier, when its rows can't be decoded: what is left of the prompt ends before it."""
+    damaged = next(block.images for block in stored.blocks if block.start == damage.start)
     with storage.lock:
         for namespace in prompt.namespaces():
             for node in prompt.walk(namespace).nodes:
-                if node.rows is not None and node.rows.image is damaged:
+                slots = [slot for slot in node.slots if any(slot.image is image for image in damaged)]
+                if slots:
                     log.warning("%s; it is deleted", damage)
                     storage.counters.corrupt += 1
+                for slot in slots:
                     if storage.remote is not None:
-                        storage.remote.refuse(node.rows)
-                    storage.discard(node.rows)
+                        storage.remote.refuse(slot)
+                    storage.discard(slot)
 
 
 def discard_hit(storage: Storage, prompt: Prompt, depth: int) -> int:

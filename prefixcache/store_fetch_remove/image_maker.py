@@ -12,7 +12,7 @@ from typing import Protocol, cast
 import mlx.core as mx
 import numpy as np
 
-from prefixcache.blocks.masks import mask_of
+from prefixcache.blocks.masks import extra_of, mask_from, mask_of, window_key
 from prefixcache.blocks.node import Node
 from prefixcache.codecs.interchange import CopyOut, on_cpu
 from prefixcache.codecs.threads import WORTH_A_THREAD, share_out
@@ -24,12 +24,13 @@ from prefixcache.layers.adapters import Leaf
 from prefixcache.layers.encode import RowTarget, encode, evaluate
 from prefixcache.layers.finite import NotFinite, first_not_finite, image_not_finite, state_not_finite
 from prefixcache.layers.image_layout import Section, Tensors, TokenRuns
-from prefixcache.layers.joined import BlockRows, encode_joined, write_joined
+from prefixcache.layers.joined import BlockRows, DamagedBlock, decoded, encode_joined, write_joined
+from prefixcache.layers.joined_windows import CodedWindow, WindowRows, coded_runs, encode_window
 from prefixcache.layers.recode import EncodeRows, TakeCodes
 from prefixcache.layers.snapshots import State, encode_state
 from prefixcache.layers.taken_over import leading_rows, leading_window
 from prefixcache.layers.write_back import WriteBack
-from prefixcache.store_fetch_remove.jobs import ImageJob
+from prefixcache.store_fetch_remove.jobs import NO_SOURCE, ImageJob
 from prefixcache.store_fetch_remove.window_moves import plan_window
 from prefixcache.tiers.state import Namespace
 
@@ -109,7 +110,8 @@ class LiveMaker:
         self._state_back: list[tuple[mx.array, mx.array]] = []  # live arrays, each with what becomes of it
         self.recoded = 0
         self.is_written_back = since is not None  # all rows of whole blocks, as far as they are kept
-        self._codes: dict[bytes, list[Codes]] = {}  # of joined layers, by image; from `encoded` to `make`
+        # Of joined layers, by image: for each section of its joined. From `encoded` to `make`.
+        self._codes: dict[tuple[ImageKind, bytes], list[Sequence[Codes | None]]] = {}
 
     def held(self, window: int) -> TokenRuns:
         return self._held[window]
@@ -130,12 +132,21 @@ class LiveMaker:
     def encoded(self, jobs: list[ImageJob]) -> list[ImageJob]:
         plan = self._plan
         jobs = [self._taking_over(job) for job in (jobs if self._copies_later else self._finite(jobs))]
-        coded = [job for job in jobs if plan.joined and job.kind == ROWS and job.coded]
-        self._codes = {job.key: [] for job in coded}
-        for of_group in encode_joined(plan.joined, self._leaves, list(map(_block_rows, coded)), plan.sink_tokens):
-            for job, codes in zip(coded, of_group, strict=True):
-                self._codes[job.key].append(codes)
-        return [self._sized(job) if job.kind == ROWS and job.key in self._codes else job for job in jobs]
+        jobs = [job if self._is_decodable(job) else self._of_live_rows(job) for job in jobs]
+        jobs = [job for job in jobs if job.kind != WINDOW or any(job.mask)]
+        self._codes.clear()
+        coded = [job for job in jobs if plan.rows.joined and job.kind == ROWS and job.coded]
+        if coded:
+            of_groups = encode_joined(plan, self._leaves, list(map(_block_rows, coded)))
+            self._codes |= {(ROWS, job.key): [of] for job, of in zip(coded, zip(*of_groups, strict=True), strict=True)}
+        windows = [job for job in jobs if job.kind == WINDOW and job.coded]
+        of_windows = [
+            encode_window(plan, w, self._leaves, [_window_rows(job, w) for job in windows])
+            for w in range(len(plan.windows))
+        ]
+        for number, job in enumerate(windows if any(of_windows) else []):
+            self._codes[WINDOW, job.key] = [[of[number] for of in of_groups] for of_groups in of_windows]
+        return [self._sized(job) for job in jobs]
 
     def _finite(self, jobs: list[ImageJob]) -> list[ImageJob]:
         """The jobs for the blocks before that of the first row that isn't finite."""
@@ -166,6 +177,29 @@ class LiveMaker:
             source = source._replace(window=None, mask=())
         return job._replace(source=source, encoded=tuple(m & ~t for m, t in zip(job.mask, taken, strict=True)))
 
+    def _is_decodable(self, job: ImageJob) -> bool:
+        """Tell whether the codes can be decoded that a tail's window takes rows from; if not, a fetch deletes their image."""
+        source = job.source
+        if job.kind != WINDOW or job.coded or source.window is None or not source.coded:
+            return True
+        try:
+            for w, section in enumerate(self._plan.windowed):
+                rows = _window_rows(job, w)
+                block = CodedWindow(job.start, rows.tensors, job.mask[w] & ~job.encoded[w], rows.stored)
+                for joined in section.joined:
+                    for token, codes in coded_runs(joined, block):
+                        decoded(joined, token, codes)
+        except DamagedBlock:
+            return False
+        return True
+
+    def _of_live_rows(self, job: ImageJob) -> ImageJob:
+        """A window image of a tail, of live rows alone."""
+        parent, mask = bytes.fromhex(job.blueprint.fields.parent), job.encoded
+        key, specs = window_key(parent, mask), self._plan.window_specs(mask, job.start, False)
+        blueprint = self.blueprint(WINDOW, key, parent, job.start, specs, extra_of(mask))
+        return job._replace(source=NO_SOURCE, mask=mask, key=key, blueprint=blueprint)
+
     def _without_source(self, job: ImageJob) -> ImageJob:
         """A rows image of live rows alone: of a tail these are kept as they are, unless the live cache has codes."""
         coded = job.length == BLOCK or self.has_codes
@@ -174,8 +208,15 @@ class LiveMaker:
         return job._replace(source=source, coded=coded, blueprint=Blueprint(job.blueprint.fields, specs))
 
     def _sized(self, job: ImageJob) -> ImageJob:
-        words = [len(codes.words) for codes in self._codes[job.key]]
-        specs = self._plan.rows_specs(job.start, job.length, True, words)
+        """The job with the size that its image has, where that depends on codes."""
+        of_sections = self._codes.get((job.kind, job.key))
+        if of_sections is None:
+            return job
+        words = [[0 if codes is None else len(codes.words) for codes in of_section] for of_section in of_sections]
+        if job.kind == ROWS:
+            specs = self._plan.rows_specs(job.start, job.length, True, words[0])
+        else:
+            specs = self._plan.window_specs(job.mask, job.start, True, words)
         return job._replace(blueprint=Blueprint(job.blueprint.fields, specs))
 
     # -- once it is reserved ------------------------------------------------------------------------------------------
@@ -267,14 +308,24 @@ class LiveMaker:
 
     def _write_joined(self, jobs: list[ImageJob], drafts: list[ImageDraft]) -> None:
         """Write the codes that `encoded` made, and decode those of whole blocks for the live cache."""
-        whole: list[list[tuple[int, Codes]]] = [[] for _ in self._plan.joined]
+        plan, whole, windows = self._plan, [], []
         for job, draft in zip(jobs, drafts, strict=True):
-            for j, codes in enumerate(self._codes.get(job.key, ()) if job.kind == ROWS else ()):
-                write_joined(self._plan.joined[j], codes, draft.tensors)
-                if job.length == BLOCK:
-                    whole[j].append((job.start, codes))
+            of_sections = self._codes.get((job.kind, job.key))
+            if of_sections is None:
+                continue
+            for section, of_section in zip(
+                [plan.rows] if job.kind == ROWS else plan.windowed, of_sections, strict=True
+            ):
+                for joined, codes in zip(section.joined, of_section, strict=True):
+                    if codes is not None:
+                        write_joined(joined, codes, draft.tensors)
+            if job.kind == ROWS and job.length == BLOCK:
+                whole.append((job.start, draft.tensors))
+            if job.kind == WINDOW and (job.source.window is None or job.known is None):
+                windows.append((job.start, draft.tensors, job.mask))
         if self._back is not None:
             self._back.decode_joined(whole)
+            self._back.decode_joined_windows(windows)
         self._codes.clear()
 
     def _fill_rows(self, job: ImageJob, draft: ImageDraft, section: Section, count: int) -> list[RowTarget]:
@@ -310,11 +361,12 @@ class LiveMaker:
             batch = nodes[at : at + BATCH]
             images = [(node.start, node.rows.image) for node in batch if node.rows is not None]
             self._back.decode_blocks([(start, image) for start, image in images if image is not None])
-            for node in batch:
-                for window in node.windows:
-                    if window.image is not None:
-                        self._back.decode_window(node.start, window.image.tensors(), window.mask)
-                    self.is_written_back &= window.image is not None
+            windows = [(node, window) for node in batch for window in node.windows]
+            coded = [(node.start, of.image.tensors(), of.mask) for node, of in windows if of.image is not None]
+            for of_window in coded:
+                self._back.decode_window(*of_window)
+            self._back.decode_joined_windows(coded)
+            self.is_written_back &= len(coded) == len(windows)
             self.put_back()
         if snapshot is not None and self.state is not None:
             self._state_back = self._plan.stored_state(snapshot).beside(self.state)
@@ -327,6 +379,15 @@ def _block_rows(job: ImageJob) -> BlockRows:
     source = job.source.rows
     known = (source.tensors(), min(job.source.tokens, job.length)) if source is not None else None
     return BlockRows(job.start, job.end, known)
+
+
+def _window_rows(job: ImageJob, window: int) -> WindowRows:
+    mask, live = job.mask[window], job.encoded[window]
+    if not mask & ~live:
+        return WindowRows(job.start, mask, live, {}, 0)
+    assert job.source.window is not None
+    stored = mask_from(job.source.window.header()[0].extra)[window]
+    return WindowRows(job.start, mask, live, job.source.window.tensors(), stored)
 
 
 def _run(copies: Sequence[CopyOut]) -> None:

@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from prefixcache.blocks.masks import mask_from, mask_of, runs_of
+from prefixcache.blocks.masks import mask_from, mask_of, row_pairs, runs_of
 from prefixcache.blocks.node import BLOCK_BYTES
 from prefixcache.image_format import DTYPES
 from prefixcache.layers.encode import RowTarget
 from prefixcache.layers.image_layout import Plan, Section, Tensors
-from prefixcache.layers.recode import CopyRows, DecodeRows, EncodeRows, TakeCodes, row_pairs
+from prefixcache.layers.recode import CopyRows, DecodeRows, EncodeRows, TakeCodes
 from prefixcache.store_fetch_remove.jobs import ImageJob
 
 
@@ -38,7 +38,7 @@ def plan_window(plan: Plan, job: ImageJob, tensors: Tensors, window: int) -> Win
     source, stored = job.source.window.tensors(), mask_from(job.source.window.header()[0].extra)[window]
     sunk = plan.sunk(job.start) if sinks.groups else 0
     pairs = row_pairs(old, mask, stored)
-    was_coded = all(name in source for group in coded.groups for name in group.names)
+    was_coded = all(name in source for name in coded.names)
     moves: list[TakeCodes | CopyRows | DecodeRows]
     if plan.lossless or job.coded is was_coded:
         moves = [TakeCodes(section, tensors, source, pairs)]
@@ -47,7 +47,8 @@ def plan_window(plan: Plan, job: ImageJob, tensors: Tensors, window: int) -> Win
         return WindowMoves(moves, _live(plan, job, window, section, tensors, tensors))
     if not job.coded:
         exact = row_pairs(old & sunk, mask, stored & sunk)
-        moves = [DecodeRows(coded, source, tails, tensors, pairs), CopyRows(tails, tensors, sinks, source, exact)]
+        moves = [DecodeRows(coded, source, tails, tensors, pairs, [job.start + first for first, _ in runs_of(old)])]
+        moves.append(CopyRows(tails, tensors, sinks, source, exact))
         return WindowMoves(moves, _live(plan, job, window, tails, tensors, tensors))
     rows = {spec.name: np.empty(spec.shape, DTYPES[spec.dtype]) for spec in tails.specs(mask.bit_count())}
     exact = row_pairs(old & sunk, mask & sunk, stored)

@@ -17,7 +17,6 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invar
 
 from prefixcache import chunks
 from prefixcache.blocks.budget import Budget
-from prefixcache.codecs.transform.bases import Bases
 from prefixcache.ssd import open_directory, writer
 from prefixcache.store_fetch_remove import namespaces
 from prefixcache.store_fetch_remove.leases import Leases
@@ -27,7 +26,7 @@ from prefixcache.tiers.hot import HotPrompts
 from tests.cache.pictured import Picture, PicturedCache, cut, may_end, media_of
 from tests.given_rates import computing_is
 from tests.models import states
-from tests.models.transforming import uneven_basis
+from tests.models.transforming import uneven_bases
 from tests.waiting import until
 from tools.faults.evidence import du
 
@@ -559,6 +558,7 @@ class TransformMachine(LevelledMachine):
     """Whole blocks are coded across layers, each in as many bytes as it takes. The basis may take more of a small RAM."""
 
     codec = "transform:6"
+    windows: tuple[int | None, ...] = (0, 0)
 
     @initialize(
         ram=st.sampled_from([450_000, 700_000, 5_000_000]),
@@ -567,14 +567,12 @@ class TransformMachine(LevelledMachine):
         close=st.booleans(),
     )
     def open(self, ram, tier, spill, close):
-        self.bases = Path(tempfile.mkdtemp())
-        Bases(self.bases).save(uneven_basis("m"))
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(namespaces, "BASES_SHARE", 1)
         super().open(ram, tier, spill, close)
 
     def _open(self):
-        self.options["basis_dir"] = self.bases
+        self.options["basis_dir"] = uneven_bases(self.windows)
         super()._open()
         self.cache.match([1], model="m")  # its basis is read
         assert self.cache.stats().ram_reserved > 300_000
@@ -582,7 +580,15 @@ class TransformMachine(LevelledMachine):
     def teardown(self):
         super().teardown()
         self.patch.undo()
-        shutil.rmtree(self.bases)
+
+
+class TransformedWindowMachine(TransformMachine):
+    """The same of layers with windows, which have forgotten rows of their own."""
+
+    make = staticmethod(states.uneven_windows)
+    check = staticmethod(states.check_held)
+    windows = states.windows_of(states.uneven_windows([]))
+    any_boundary = False
 
 
 class NeighboursMachine(CacheMachine):
@@ -595,16 +601,21 @@ class NeighboursMachine(CacheMachine):
     @initialize(
         tier=st.sampled_from(["both", "ram only"]),
         close=st.booleans(),
-        codec=st.sampled_from(["turboquant:4:sink_tokens=3", "turboquant:3:4", "turboquant:4:4:plain"]),
+        codec=st.sampled_from(["turboquant:4:sink_tokens=3", "turboquant:3:4", "turboquant:4:4:plain", "transform:5"]),
         layers=st.sampled_from(sorted(states.LAYERS)),
         step=st.sampled_from([256, 512]),
     )
     def open(self, tier, close, codec, layers, step):
         self.codec, self.layers, self.step, self.turns = codec, layers, step, 0
+        self.bases = uneven_bases(states.windows_of(states.LAYERS[layers]()))
         super().open(5_000_000, tier, "wait", close)
 
     def make(self, tokens):
         return states.fed_uneven(states.LAYERS[self.layers](), tokens, 0)
+
+    def _open(self):
+        self.options["basis_dir"] = self.bases
+        super()._open()
 
     @rule(tokens=prompts, hot=st.booleans())
     def store(self, tokens, hot=False):
@@ -677,7 +688,7 @@ class NeighboursMachine(CacheMachine):
     def as_if_alone(self, tokens, layers, to=None):
         """Of whole blocks, or up to token `to`, all rows that are there on an empty cache, too."""
         whole = len(tokens) // 256 * 256 if to is None else to
-        alone = states.by_itself(tuple(tokens), self.codec, self.layers, self.step)
+        alone = states.by_itself(tuple(tokens), self.codec, self.layers, self.step, self.bases)
         for own, other in zip(states.held(layers), alone, strict=True):
             for part in ("keys", "values"):
                 assert [t for t in own[part].keys() & other[part] if t < whole and own[part][t] != other[part][t]] == []
@@ -760,6 +771,7 @@ MACHINES = [
     LevelledMachine,
     RecurrentMachine,
     TransformMachine,
+    TransformedWindowMachine,
     NeighboursMachine,
     HotMachine,
     SharedDiskMachine,

@@ -14,11 +14,11 @@ from mlx_lm.models.cache import make_prompt_cache
 from prefixcache.calibration.layers import eligible_layers, measure
 from prefixcache.codecs.interchange import as_float32, copy_out, name_of
 from prefixcache.codecs.transform.rope import Rope
-from tests.models.families import BASE, FAMILIES, WIDE, _build
+from tests.models.families import BASE, FAMILIES, WIDE, WINDOW, _build
 
 NO_MODULE = "keys depend on the position, and no RoPE module of the model explains how"
 VALUES = "values depend on the position"
-RECURRENT, SLIDING, CHUNKED = "recurrent state", "sliding window", "chunked attention"
+RECURRENT, CHUNKED = "recurrent state", "chunked attention"
 SEVERAL = "several caches in one"
 
 # Per family: (pairs that turn, interleaved) of each eligible layer, and why the others aren't.
@@ -35,21 +35,33 @@ LAYERS: dict[str, tuple[dict[int, tuple[int, bool]], dict[int, str]]] = {
     "deepseek_v2": ({}, dict.fromkeys(range(4), NO_MODULE)),  # a key's last values turn
     "deepseek_v3": ({}, dict.fromkeys(range(4), VALUES)),
     "deepseek_v32": ({}, dict.fromkeys(range(4), SEVERAL)),
-    "llama-sliding": ({2: (16, False)}, dict.fromkeys((0, 1, 3), SLIDING)),
-    "gemma3_text": ({2: (16, False)}, dict.fromkeys((0, 1, 3), SLIDING)),
-    "gemma3n": (dict.fromkeys((1, 3), (16, False)), dict.fromkeys((0, 2), SLIDING)),  # asks layer 0 for the position
-    "gemma4_text": (dict.fromkeys((1, 3), (32, False)), dict.fromkeys((0, 2), SLIDING)),
-    "gpt_oss": (dict.fromkeys((1, 3), (16, False)), dict.fromkeys((0, 2), SLIDING)),
-    "cohere2": ({3: (0, False)}, dict.fromkeys(range(3), SLIDING)),
-    "mimo_v2_flash": (dict.fromkeys((0, 3), (12, False)), dict.fromkeys((1, 2), SLIDING)),
+    "llama-sliding": (dict.fromkeys(range(4), (16, False)), {}),
+    "gemma3_text": (dict.fromkeys(range(4), (16, False)), {}),
+    "gemma3n": (dict.fromkeys(range(4), (16, False)), {}),  # asks layer 0 for the position
+    "gemma4_text": (dict.fromkeys((0, 2), (16, False)) | dict.fromkeys((1, 3), (32, False)), {}),
+    "gpt_oss": (dict.fromkeys(range(4), (16, False)), {}),
+    "cohere2": (dict.fromkeys(range(3), (16, True)) | {3: (0, False)}, {}),
+    "mimo_v2_flash": (dict.fromkeys(range(4), (12, False)), {}),
     "llama4-256": ({3: (0, False)}, dict.fromkeys((0, 1, 2, 4), CHUNKED)),
     "mamba": ({}, dict.fromkeys(range(4), RECURRENT)),
     "jamba": (dict.fromkeys((1, 3), (0, False)), dict.fromkeys((0, 2), RECURRENT)),
     "falcon_h1": ({}, dict.fromkeys(range(4), SEVERAL)),
     "qwen3_next": ({3: (8, False)}, dict.fromkeys(range(3), RECURRENT)),
     "qwen3_5-bf16": ({3: (4, False)}, dict.fromkeys(range(3), RECURRENT)),
-    "recurrent_gemma": ({}, {2: SLIDING} | dict.fromkeys((0, 1, 3), RECURRENT)),
+    "recurrent_gemma": ({2: (8, False)}, dict.fromkeys((0, 1, 3), RECURRENT)),
     "deepseek_v41": ({}, dict.fromkeys(range(4), "a cache of its own, LayerCache")),
+}
+
+# The layers with windows of WINDOW tokens.
+WINDOWED = {
+    "llama-sliding": [0, 1, 3],
+    "gemma3_text": [0, 1, 3],
+    "gemma3n": [0, 2],
+    "gemma4_text": [0, 2],
+    "gpt_oss": [0, 2],
+    "cohere2": [0, 1, 2],
+    "mimo_v2_flash": [1, 2],
+    "recurrent_gemma": [2],
 }
 
 LONGROPE = {"type": "longrope", "short_factor": [1.0] * 16, "long_factor": [1 + i / 4 for i in range(16)]}
@@ -105,6 +117,9 @@ def test_families_have_the_layers_that_are_listed(name):
     assert rotations == expected
     assert refused == reasons
     assert all(layer.rotation.scale == 1 for layer in layers)
+    assert {layer.index: layer.window for layer in layers if layer.window} == dict.fromkeys(
+        WINDOWED.get(name, ()), WINDOW
+    )
 
 
 @pytest.mark.parametrize("name", VARIANTS)

@@ -110,7 +110,7 @@ class Lab:
         environment = {**os.environ, "LD_PRELOAD": str(shim.build(self.folder)), "OPENBLAS_NUM_THREADS": "1"}
         if codec:
             bases = Bases(self.folder / "bases")
-            bases.save(uneven_basis("coded", 1))
+            bases.save(uneven_basis("coded", (0,)))
             environment |= {"CRASH_CODEC": codec, "PREFIXCACHE_BASIS_DIR": str(bases.folder)}
         self._zygote = subprocess.Popen(
             [sys.executable, "-m", "tests.crash.zygote"],

@@ -5,6 +5,7 @@ Row i of every layer is made of a rolling hash of tokens 0 to i: a row that belo
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -12,6 +13,7 @@ import numpy as np
 from mlx_lm.models.cache import ArraysCache, ChunkedKVCache, KVCache, RotatingKVCache
 
 from prefixcache import PrefixCache, Stored, chunks
+from prefixcache.calibration.rows import window_of
 from prefixcache.layers.image_layout import read
 from prefixcache.tiers.prompt import Prompt
 
@@ -155,6 +157,14 @@ def fed_uneven(layers: list[Any], tokens: Sequence[int], first: int) -> list[Any
     return layers
 
 
+def uneven_windows(tokens: Sequence[int]) -> list[Any]:
+    """A layer of every token between two of a window, filled in steps of 100: what lies before is forgotten."""
+    layers = [RotatingKVCache(200), KVCache(), RotatingKVCache(200)]
+    for at in range(0, len(tokens), 100):
+        fed_uneven(layers, tokens[: at + 100], at)
+    return layers
+
+
 def fed_singly(layers: list[Any], tokens: Sequence[int], first: int) -> list[Any]:
     """As `fed_uneven`, token by token, as a model generates them."""
     rows = [[mx.array(uneven_rows(tokens, number + part)) for part in (0, 7)] for number in range(len(layers))]
@@ -184,13 +194,19 @@ LAYERS = {
     "ring that never fills": lambda: [KVCache(), RotatingKVCache(4000)],
     "chunks": lambda: [ChunkedKVCache(512), KVCache()],
     "every token": lambda: [KVCache(), KVCache()],
+    "two rings": lambda: [RotatingKVCache(300), KVCache(), RotatingKVCache(300)],
 }
 
 
+def windows_of(layers: list[Any]) -> tuple[int | None, ...]:
+    """Of each layer the window as a basis has it, 0 for none; None where a basis takes no such layer."""
+    return tuple(map(window_of, layers))
+
+
 @lru_cache(256)
-def by_itself(tokens: tuple[int, ...], codec: str, layers: str, step: int) -> list[Any]:
+def by_itself(tokens: tuple[int, ...], codec: str, layers: str, step: int, basis_dir: Path | None = None) -> list[Any]:
     """The rows that an empty cache gives of a prompt once it was stored in these steps: of each layer, part and token."""
-    with PrefixCache(ram=5_000_000, codec=codec) as cache:
+    with PrefixCache(ram=5_000_000, codec=codec, basis_dir=basis_dir) as cache:
         stored_in_steps(cache, cache.prompt(list(tokens), model="m"), LAYERS[layers](), 0, step)
         return held(cache.fetch(list(tokens), model="m", leave=0)[0])
 

@@ -5,6 +5,7 @@ the states that `tests.models.states` makes of tokens, which need no model.
 from __future__ import annotations
 
 import random
+import tempfile
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -21,7 +22,7 @@ from prefixcache.codecs.transform.bases import Bases
 from prefixcache.codecs.transform.layer import grouped
 from tests.models import states
 from tests.models.families import BASE, FAMILIES, WIDE, _build
-from tools.soak.bases import basis_of
+from tools.soak.bases import LayerRows, basis_of
 
 SINKS = 4
 VOCABULARY = 128
@@ -50,16 +51,16 @@ class Tiny(NamedTuple):
 
 
 @cache
-def tiny(family: str, channels: int = 256, left_over: int = 0) -> Tiny:
+def tiny(family: str, channels: int = 256, left_over: int = 0, *, windows: bool = True) -> Tiny:
     """A model of `tests.models.families`, or "llama float16", "qwen2 bias" and "smollm3", with groups of so many
-    channels; its last `left_over` layers are in none.
+    channels; its last `left_over` layers are in none, and without `windows` those that have one neither.
     """
     model = _model(family)
-    layers, _ = eligible_layers(model)
+    layers = [layer for layer in eligible_layers(model).layers if windows or not layer.window]
     groups, _ = grouped(layers[: len(layers) - left_over], channels)
-    windows = [prompt(200, seed) for seed in (1, 2)]
-    statistics = collect(model, groups, windows, [prompt(200, 3)], Collection(fisher_windows=1, draws=2))
-    identity = f"{family}@{channels}-{left_over}-{family}"
+    read = [prompt(200, seed) for seed in (1, 2)]
+    statistics = collect(model, groups, read, [prompt(200, 3)], Collection(fisher_windows=1, draws=2))
+    identity = f"{family}@{channels}-{left_over}-{family}{windows}"
     basis = design(statistics, identity, "random tokens", SINKS)
     return Tiny(model, identity, basis, [[layer.index for layer in group] for group in groups])
 
@@ -85,11 +86,27 @@ def prompt(count: int, seed: int) -> list[int]:
 # -- of states that are made of tokens -----------------------------------------------------------------------------------
 
 
+_folders: list[tempfile.TemporaryDirectory[str]] = []  # until the program ends
+
+
 @cache
-def uneven_basis(identity: str, layers: int = 2) -> bytes:
-    """A basis of what `states.uneven` makes: one head of 32 values a layer, float32, all in one group."""
+def uneven_bases(windows: tuple[int | None, ...] = (0, 0)) -> Path:
+    """A folder with the `uneven_basis` of model "m"."""
+    _folders.append(tempfile.TemporaryDirectory(prefix="bases-"))
+    folder = Path(_folders[-1].name)
+    Bases(folder).save(uneven_basis("m", windows))
+    return folder
+
+
+@cache
+def uneven_basis(identity: str, windows: tuple[int | None, ...] = (0, 0)) -> bytes:
+    """A basis of what `states.uneven` makes: one head of 32 values a layer, float32. Of each layer the window, 0 for none;
+    those of one window are a group, and those of None in none.
+    """
     tokens = prompt(2000, 3)
-    rows = [
-        tuple(states.uneven_rows(tokens, at)[0].swapaxes(0, 1) for at in (layer, layer + 7)) for layer in range(layers)
-    ]
-    return basis_of(identity, [rows])
+    groups: dict[int, list[LayerRows]] = {}
+    for layer, window in enumerate(windows):
+        if window is not None:
+            rows = [states.uneven_rows(tokens, at)[0].swapaxes(0, 1) for at in (layer, layer + 7)]
+            groups.setdefault(window, []).append(LayerRows(layer, rows[0], rows[1], window))
+    return basis_of(identity, list(groups.values()))

@@ -27,7 +27,7 @@ from prefixcache.planning.sizes import StateSizes
 from prefixcache.store_fetch_remove.image_maker import LiveMaker
 from prefixcache.trace.reading import Request, Trace
 from tests.models.families import BASE, DELTA, MOE
-from tools.soak.bases import basis_of
+from tools.soak.bases import LayerRows, basis_of
 
 TRACES = Path(__file__).parents[1] / "fixtures" / "traces"
 BLOCK = 512  # tokens an id
@@ -249,7 +249,7 @@ def calibrated(tmp_path_factory):
     """The codec of a model whose rows are like those of `live_cache`, and the folder of its basis."""
     rows = np.random.default_rng(0).normal(size=(2, 3000, HEADS, WIDTH)).astype(np.float32)
     state = ModelState.of(PLAIN, name="tiny")
-    data = basis_of(StateSizes(state, as_codec("raw")).model, [[(rows[0], rows[1])]], "bfloat16")
+    data = basis_of(StateSizes(state, as_codec("raw")).model, [[LayerRows(0, rows[0], rows[1])]], "bfloat16")
     folder = tmp_path_factory.mktemp("bases")
     Bases(folder).save(data)
     return Calibrated(4.0, TurboQuant(), Basis(data)), folder

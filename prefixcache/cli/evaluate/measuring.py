@@ -236,8 +236,8 @@ def _sizes(trial: Trial) -> Facts:
     """
     assert trial.plan is not None
     plan = trial.plan
-    specs = [spec for section in (plan.rows, *plan.windowed) for spec in section.specs(BLOCK)]
-    specs += [spec for joined in plan.joined for spec in joined.specs(BLOCK)]  # as many bytes as are expected
+    sections = plan.rows, *plan.windowed
+    specs = [spec for of in sections for spec in (*of.specs(BLOCK), *of.joined_specs(BLOCK))]  # as many as are expected
     payload = sum(spec.nbytes for spec in specs) / BLOCK
     values = sum(stream[2] * stream[3] for leaf in plan.leaves for stream in leaf.get("streams") or ())
     live = plan.fp16_bytes(1)

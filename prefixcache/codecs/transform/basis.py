@@ -283,6 +283,7 @@ def basis_bytes(
             "dtype": layer.dtype,
             "interleaved": layer.rotation.interleaved,
             "scale": layer.rotation.scale,
+            **({"window": layer.window} if layer.window else {}),
         }
         for layer in layers
     ]
@@ -361,8 +362,11 @@ def _layers(described: Any, tensors: dict[str, Array]) -> dict[int, Layer]:
             raise ValueError(f"layer {index}: its frequencies are none")
         if not (np.isfinite(frequencies).all() and 2.0**-20 < scale < 2.0**20):
             raise ValueError(f"layer {index}: its rotation has no finite numbers")
+        window = said.get("window", 0)
+        if type(window) is not int or not 0 <= window < 1 << 31:
+            raise ValueError(f"layer {index}: its window is of {window!r} tokens")
         rotation = Rope(frequencies, said["interleaved"], scale)
-        layers[index] = Layer(index, heads, key_width, value_width, said["dtype"], rotation)
+        layers[index] = Layer(index, heads, key_width, value_width, said["dtype"], rotation, window)
     return layers
 
 
@@ -382,7 +386,7 @@ def _group(g: int, layers: tuple[Layer, ...], tensors: dict[str, Array]) -> Laye
     _check_shape("spreads", spreads, np.float32, (components,))
     _check_shape("words", words, np.float32, QUALITIES.shape)
     _check_shape("vectors", vectors, np.float16, (channels, components))
-    if not 0 < channels <= MOST_CHANNELS:
+    if not 0 < channels <= MOST_CHANNELS or len({layer.window for layer in layers}) > 1:
         raise ValueError(f"group {g}: its layers can't be joined")
     if (spreads <= 0).any() or (np.diff(spreads) > 0).any() or (words < 0).any() or (words > 4 * channels).any():
         raise ValueError(f"group {g}: its spreads don't fall, or its rows have no length")

@@ -128,15 +128,18 @@ class Calibrated:
         """Return the codec of a stream that the basis doesn't cover."""
         return self.otherwise.row_codec(stream)
 
-    def place_of(self, stream: Stream) -> Place | None:
-        """Return where a stream of a layer that keeps every token is coded; None where the basis doesn't know such a one."""
+    def place_of(self, stream: Stream, window: int) -> Place | None:
+        """Return where a stream of a layer is coded that attends to the last `window` tokens, 0: to all. None where the basis
+        doesn't know such a one.
+        """
         place = self.basis.place_of(stream.layer)
         if place is None:
             return None
         group, layer = place
         keys = stream.part == "keys"
         width = layer.key_width if keys else layer.value_width
-        if (stream.heads, stream.width) != (layer.heads, width) or stream.dtype not in FLOATS:
+        here = stream.heads, stream.width, window
+        if here != (layer.heads, width, layer.window) or stream.dtype not in FLOATS:
             return None
         number = 2 * self.basis.groups[group].layers.index(layer) + (not keys)
         return Place(group, number)

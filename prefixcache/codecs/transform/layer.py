@@ -12,7 +12,9 @@ MOST_CHANNELS = 8192  # of a layer that is a group by itself
 
 
 class Layer(NamedTuple):
-    """A layer that can be transformed. `index` counts the prompt cache's list, `dtype` is its rows' ("bfloat16")."""
+    """A layer that can be transformed. `index` counts the prompt cache's list, `dtype` is its rows' ("bfloat16"). The layer
+    attends to the last `window` tokens, 0: to all.
+    """
 
     index: int  # type: ignore[assignment]  # not tuple's method
     heads: int
@@ -20,6 +22,7 @@ class Layer(NamedTuple):
     value_width: int
     dtype: str
     rotation: Rope
+    window: int = 0
 
     @property
     def channels(self) -> int:
@@ -35,17 +38,18 @@ class GroupedLayers(NamedTuple):
 
 
 def grouped(layers: Sequence[Layer], channels: int = CHANNELS) -> GroupedLayers:
-    """Join neighbours of one dtype, up to so many channels."""
+    """Join layers of one dtype and one window, in their order, up to so many channels."""
     groups: list[list[Layer]] = []
+    growing: dict[tuple[str, int], list[Layer]] = {}
     refused = {}
     for layer in layers:
         if layer.channels > MOST_CHANNELS:
             refused[layer.index] = f"{layer.channels} channels, more than {MOST_CHANNELS}"
             continue
-        last = groups[-1] if groups else []
-        alike = bool(last) and last[0].dtype == layer.dtype
-        if alike and sum(other.channels for other in last) + layer.channels <= channels:
+        last = growing.get((layer.dtype, layer.window))
+        if last is not None and sum(other.channels for other in last) + layer.channels <= channels:
             last.append(layer)
         else:
-            groups.append([layer])
+            growing[layer.dtype, layer.window] = [layer]
+            groups.append(growing[layer.dtype, layer.window])
     return GroupedLayers(groups, refused)

@@ -95,7 +95,8 @@ def basis_of(data: bytes) -> Basis | None:
 
 
 def test_all_that_was_written_comes_back():
-    groups = [group_of([layer(0), layer(1, rotation=NO_ROPE)]), group_of([layer(5, rotation=INTERLEAVED)], seed=1)]
+    windowed = layer(5, rotation=INTERLEAVED)._replace(window=128)
+    groups = [group_of([layer(0), layer(1, rotation=NO_ROPE)]), group_of([windowed], seed=1)]
     basis = Basis(basis_bytes(groups, first_guess(), BasisOrigin(MODEL, 4, "fisher", "some")))
     assert (basis.model, basis.metric, basis.texts, basis.sinks) == (MODEL, "fisher", "some", 4)
     assert [group.layers for group in basis.groups] == [group.layers for group in groups]
@@ -319,6 +320,12 @@ FORGED: dict[str, tuple[Callable[[Fields, Tensors], Any], str]] = {
     "a rotation of no length": (said(0, scale=0.0), "no finite numbers"),
     "a rotation that isn't finite": (said(0, scale=float("inf")), "no finite numbers"),
     "a rotation that says nothing": (said(0, interleaved=None), "how it rotates is none of ours"),
+    "a group of several windows": (said(0, window=128), "group 0: its layers can't be joined"),
+    "a negative window": (said(0, window=-1), "its window is of -1 tokens"),
+    "half a window": (said(0, window=1.5), "its window is of 1.5 tokens"),
+    "a window that is a truth": (said(0, window=True), "its window is of True tokens"),
+    "a window that is no number": (said(0, window=None), "its window is of None tokens"),
+    "an endless window": (said(0, window=1 << 40), "its window is of"),
 }
 
 

@@ -51,7 +51,7 @@ def calibrated(opened: Opened, folder: Path) -> Callable[..., tuple[Tiny, Prefix
     """A tiny model with its basis, and an open cache."""
 
     def open_with(name: str = LLAMA, **values: Any) -> tuple[Tiny, PrefixCache]:
-        known = {key: values.pop(key) for key in ("channels", "left_over") if key in values}
+        known = {key: values.pop(key) for key in ("channels", "left_over", "windows") if key in values}
         model = tiny(name, **known)
         return model, opened(basis_dir=model.saved(folder), **values)
 
@@ -303,14 +303,32 @@ def test_a_compressed_hit_has_decoded_rows_coded_by_turboquant(calibrated, promo
 
 
 @pytest.mark.parametrize(
-    ("name", "joined"), [("gemma3_text", [2]), ("gpt_oss", [1, 3]), ("qwen3_next", [3]), ("llama-sliding", [2])]
+    ("name", "groups"),
+    [
+        ("gemma3_text", [[0, 1], [2], [3]]),
+        ("gpt_oss", [[0, 2], [1, 3]]),
+        ("qwen3_next", [[3]]),
+        ("llama-sliding", [[0, 1], [2], [3]]),
+    ],
 )
-def test_layers_that_a_basis_does_not_know_are_coded_by_turboquant(calibrated, name, joined):
+def test_layers_of_one_window_are_joined_and_others_are_coded_by_turboquant(calibrated, name, groups):
     model, cache = calibrated(name)
     stored(cache, model, TOKENS)
     (namespace,) = cache._storage.namespaces.values()
-    assert sorted({namespace.plan.layer_of[leaf] for leaf, _ in namespace.plan.joined_places}) == joined
-    assert model.groups == [joined]
+    plan = namespace.plan
+    assert model.groups == groups
+    assert sorted({plan.layer_of[leaf] for leaf, _ in plan.joined_places}) == sorted(at for of in groups for at in of)
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "gpt_oss"])
+def test_a_basis_without_windows_as_earlier_releases_made_it_leaves_those_to_turboquant(calibrated, name):
+    model, cache = calibrated(name, windows=False)
+    assert b'"window"' not in model.basis
+    stored(cache, model, TOKENS)
+    (namespace,) = cache._storage.namespaces.values()
+    assert not any(section.joined for section in namespace.plan.windowed)
+    assert len(namespace.plan.rows.joined) == len(model.groups) == 1
+    fetched(cache, model, TOKENS)
 
 
 @pytest.mark.parametrize("left_over", [1, 2])
