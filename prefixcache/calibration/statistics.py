@@ -63,8 +63,8 @@ class Statistics:
 
     `blocks[layer.index, part]` weighs an error of a stored key (part "keys", RoPE undone) or value (part "values"):
     float64 (heads, width, width), symmetric. With `metric` "fisher" it is the mean of g g', g being the gradient of the
-    log-likelihood of tokens drawn from the model; with "spread", where a model can't be differentiated, the identity over
-    the mean variance of the layer's keys, or values.
+    log-likelihood of tokens drawn from the model, 0 for rows that have left their window; with "spread", where a model can't
+    be differentiated, the identity over the mean variance of the layer's keys, or values.
     """
 
     tokens: int

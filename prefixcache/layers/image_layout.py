@@ -450,8 +450,7 @@ class Plan:
             if kind == "rows":
                 specs = self.rows_specs(start, tokens, coded, self.rows.words_in(tensors, tokens))
             else:
-                counts = [(section, rows.bit_count()) for section, rows in zip(self.windowed, mask, strict=True)]
-                words = [section.words_in(tensors, count) for section, count in counts]
+                words = [section.words_in(tensors, mask[w].bit_count()) for w, section in enumerate(self.windowed)]
                 specs = self.window_specs(mask, start, coded, words)
             if shapes == {spec.name: (DTYPES[spec.dtype], spec.shape) for spec in specs}:
                 return True

@@ -72,8 +72,11 @@ class RowsToCode(NamedTuple):
         """Return rows (tokens, heads, width), bf16 as uint16, of one stream, which tails have at this place."""
         if self.tail is not None:
             return self.tail.of(place)
-        rows = _live(leaf, stream, self.first, self.last)
-        return (borrow(rows) if on_cpu() else copy_out(rows)).swapaxes(0, 1)
+        if on_cpu():
+            rows = borrow(leaf.arrays[stream])[0][:, leaf.where(self.first, self.last)]
+        else:
+            rows = copy_out(_live(leaf, stream, self.first, self.last))
+        return rows.swapaxes(0, 1)
 
 
 def _live(leaf: Leaf, stream: str, first: int, last: int) -> mx.array:
@@ -91,7 +94,7 @@ def encode_joined(plan: Plan, leaves: Sequence[Leaf], blocks: Sequence[BlockRows
     for of_group, encoded in zip(parts, encode_parts(plan, groups, leaves, uncoded), strict=True):
         new = iter(encoded)
         for_blocks = [[part.taken, next(new) if part.first < part.last else None] for part in of_group]
-        codes.append([one_after_another([part for part in parts if part is not None]) for parts in for_blocks])
+        codes.append([one_after_another([of for of in both if of is not None]) for both in for_blocks])
     return codes
 
 

@@ -13,10 +13,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
+from mlx_lm.models.cache import KVCache
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from prefixcache import model_identity
-from prefixcache.calibration import checkpoint, statistics, texts
+from prefixcache.calibration import checkpoint, layers, statistics, texts
 from prefixcache.cli.calibrate.making import _ranges, make, opening
 from prefixcache.cli.calibrate.options import Calibration
 from prefixcache.cli.evaluate.measuring import load
@@ -172,12 +173,26 @@ def test_an_adapters_basis_is_its_own(call, tmp_path, small):
     assert found.of_model(model_identity(small, adapter)) is not None
 
 
-def test_layers_that_are_left_out_are_told_with_the_reason(call, tmp_path):
-    model = save_model(tmp_path / "model", "gemma3_text")
+def test_layers_with_windows_are_told_and_those_that_are_left_out_with_the_reason(call, tmp_path):
+    model = save_model(tmp_path / "model", "recurrent_gemma")
     done = call("calibrate", model, *SMALL, "--basis-dir", tmp_path / "bases")
     assert done.exit_code == 0, done.output
     assert "transformed: 1 of 4 layers, in 1 group" in done.stdout
-    assert "layers 0-1, 3: sliding window" in done.stdout
+    assert "layers 0-1, 3: recurrent state" in done.stdout
+    assert "1 attends to the last 32 tokens" in done.stdout
+
+
+def test_a_basis_without_the_windows_is_made_again(tmp_path, monkeypatch):
+    """As an earlier release made it of the same text."""
+    model = save_model(tmp_path / "model", "gemma3_text")
+    job, folder = Calibration(str(model), texts=[TEXT], windows=4, tokens=96, draws=3), tmp_path / "bases"
+    folder.mkdir()
+    with monkeypatch.context() as earlier:
+        earlier.setattr(layers, "window_of", lambda cache: 0 if type(cache) is KVCache else None)
+        assert make(job, folder).basis.layers == 1
+    made = make(job, folder)
+    assert (made.basis.layers, made.was_there) == (4, False)
+    assert make(job, folder).was_there
 
 
 def test_without_a_text_it_reads_a_mix_of_many_kinds(call, tmp_path, small):

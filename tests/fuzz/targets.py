@@ -18,12 +18,20 @@ from typing import Any
 
 import numpy as np
 
+from prefixcache import PrefixCache, TurboQuant
 from prefixcache import image_format as images
 from prefixcache.blocks.masks import mask_from
 from prefixcache.codecs.transform import backends, entropy
+from prefixcache.codecs.transform.basis import Basis, BasisError
+from prefixcache.codecs.transform.codec import Calibrated
+from prefixcache.codecs.transform.coding import GroupCoder
 from prefixcache.codecs.transform.tables import class_of, first_guess
 from prefixcache.image_format import Blueprint, HeaderFields, Image, ImageError, Spec, examine
-from prefixcache.keys import PSEUDO_IDS, chain
+from prefixcache.keys import BLOCK, PSEUDO_IDS, chain
+from prefixcache.layers.image_layout import Plan, read
+from prefixcache.layers.joined import DamagedBlock, decode_joined
+from prefixcache.layers.joined_windows import CodedWindow
+from prefixcache.layers.joined_windows import coded_window as coded_window_of
 from prefixcache.media import Media, as_media, check_placeholders, chunks, outside_whole, with_pseudo_ids
 from prefixcache.ssd import Entry
 from prefixcache.ssd.directory import Directory
@@ -34,6 +42,8 @@ from prefixcache.ssd.lock import holder, lock_format
 from prefixcache.ssd.quarantine import quarantined
 from prefixcache.ssd.reconcile import reconcile
 from prefixcache.ssd.survey import survey
+from tests.models import states
+from tests.models.transforming import uneven_bases, uneven_basis
 
 ROOT = bytes(range(32))
 RUNS_IN = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else None
@@ -278,6 +288,53 @@ def sound_media() -> bytes:
     return (spans - [128, 0, 0, 0, 0, 0]).astype("i1").tobytes()
 
 
+def basis(data: bytes) -> None:
+    """A basis is refused, or rows can be coded with it."""
+    try:
+        found = Basis(data)
+    except BasisError:
+        return
+    for group in found.groups:
+        coder = GroupCoder(group, found.tables, 4.0, "float32")
+        rows = [np.ones((3, heads, width), np.float32) for heads, width in coder.streams]
+        with np.errstate(all="ignore"), suppress(entropy.DamagedCodes):
+            coder.decode(coder.encode(rows, 0), 0)
+
+
+def coded_window(data: bytes) -> None:
+    """A window image of transformed layers is none of its namespace's, or has rows, or is said to be damaged."""
+    plan, image = windowed_plan(), Image(sealed_anew(data))
+    try:
+        examine(sealed_anew(data))
+        mask = mask_from(image.header()[0].extra)
+    except (ImageError, ValueError):
+        return
+    if len(mask) == 1 and plan.fits(image, "window", BLOCK, BLOCK, mask):
+        block = CodedWindow(BLOCK, image.tensors(), mask[0], mask[0])
+        with np.errstate(all="ignore"), suppress(DamagedBlock):
+            for group in decode_joined(coded_window_of(plan.windowed[0], [block])):
+                assert sum(len(stretch.on_cpu[0]) for stretch in group.stretches) == mask[0].bit_count()
+
+
+@cache
+def windowed_plan() -> Plan:
+    layers = states.uneven_windows(range(2 * BLOCK))
+    of_model = Basis(uneven_basis("m", states.windows_of(layers)))
+    return Plan(read(layers).layout, Calibrated(4.0, TurboQuant(), of_model))
+
+
+def sound_window() -> bytes:
+    tokens = list(range(2 * BLOCK))
+    layers = states.uneven_windows(tokens)
+    with PrefixCache(
+        ram=5_000_000, codec="transform:4", basis_dir=uneven_bases(states.windows_of(layers)), memory_reserve=0
+    ) as cache:
+        cache.store(tokens, layers, model="m")
+        found = cache.lookup(tokens, model="m", leave=0)
+        assert found is not None
+        return found.blocks[1].windows[0].image.data.tobytes()
+
+
 def sound_words() -> bytes:
     values = np.random.default_rng(0).laplace(size=(4, 12)) * np.geomspace(20, 0.2, 12)
     heads, content, _ = backends.encode(values.astype(np.float32), class_of(np.geomspace(20, 0.2, 12)), first_guess())
@@ -294,5 +351,7 @@ TARGETS: dict[str, tuple[Callable[[bytes], None], Callable[[], list[bytes]]]] = 
     "state": (state, lambda: [sound_state()[1].fields.extra.encode()]),
     "media": (media, lambda: [sound_media()]),
     "words": (words, lambda: [sound_words()]),
+    "basis": (basis, lambda: [uneven_basis("m", (200, 0, 200))]),
+    "coded window": (coded_window, lambda: [sound_window()]),
     "ranges": (ranges, lambda: [b'{"ranges":[[[0,2],[4,256]]]}']),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,15 @@ def facts(calibrated: CalibratedBasis) -> dict[str, Any]:
     }
 
 
+def _windows(basis: Basis) -> list[str]:
+    """Return a line for each window that layers have."""
+    counts = Counter(layer.window for group in basis.groups for layer in group.layers if layer.window)
+    return [
+        f"of them {count} attend{'s' * (count == 1)} to the last {window:,} tokens"
+        for window, count in sorted(counts.items())
+    ]
+
+
 def screen(calibrated: CalibratedBasis, job: Calibration, basis_dir: Path | None) -> list[Text]:
     """Return the lines. The last names model, adapter and `basis_dir` as they were given: a server wants the same."""
     basis, coded, fp16 = calibrated.basis, calibrated.basis.coded_bytes(QUALITY), calibrated.basis.fp16_bytes
@@ -71,6 +81,7 @@ def screen(calibrated: CalibratedBasis, job: Calibration, basis_dir: Path | None
     lines = [
         f"{calibrated.path}{' (was there)' * calibrated.was_there}",
         f"transformed: {inside} of {layers}, in {groups}",
+        *_windows(basis),
     ]
     if calibrated.left_out:
         lines.append(f"left to TurboQuant, or as they are: {reasons(calibrated.left_out)}")
