@@ -1,5 +1,5 @@
 """Rows of windowed layers that are transformed together: from live leaves and other images to a window image's tensors, and
-back. A window image has any of its block's tokens: a mask says which. Decision 0053 says what is joined with what.
+back. A window image has any of its block's tokens: a mask says which. Decision 0054 says what is joined with what.
 """
 
 from __future__ import annotations
