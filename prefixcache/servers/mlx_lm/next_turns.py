@@ -1,5 +1,5 @@
 """What the next turn of a chat begins with, computed ahead while a server has no request (`idle_work`): the answer as the
-template writes it in a history, which may drop its thoughts, and the opening of the turn behind it. Decision 0053 says why.
+template writes it in a history, which may drop its thoughts, and the opening of the turn behind it. Decision 0052 says why.
 """
 
 from __future__ import annotations
