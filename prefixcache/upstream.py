@@ -101,6 +101,20 @@ def _overlay(layers: Any, mask: mx.array, kinds: mx.array) -> mx.array:
     return mask | same[:, None]
 
 
+# -- batches ------------------------------------------------------------------------------------------------------------
+
+
+def row_count(batched: Any) -> int:
+    """Return how many rows of a batch's layer cache are used, padding included. Private: `_idx`. Issue: none filed."""
+    return int(batched._idx)
+
+
+def in_temporal_order(batched: Any) -> None:
+    """Let a batch's window have its rows in the order of their tokens. Private: `_temporal_order`. Issue: none filed."""
+    if hasattr(batched, "_temporal_order"):
+        batched._temporal_order()
+
+
 # -- loading ----------------------------------------------------------------------------------------------------------
 
 

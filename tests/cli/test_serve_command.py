@@ -100,6 +100,8 @@ def test_the_help_names_its_own_flags_and_leads_to_mlx_lms(call):
         (["--adapter-path", "/no/adapter"], "--adapter-path /no/adapter: no such folder"),
         (["--draft-model", "/no/draft"], "--draft-model /no/draft: no such folder"),
         (["--ssd-dir", "pyproject.toml/x"], "pyproject.toml/x': Not a directory"),
+        (["--vlm", "--exact-prefill"], "--exact-prefill with --vlm: not for mlx_vlm.server; leave it out"),
+        (["--vlm", "--grace", "1"], "--grace with --vlm: not for mlx_vlm.server; leave it out"),
     ],
 )
 def test_what_cant_be_served_is_told_in_one_line(call, model, flags, told):

@@ -1,4 +1,4 @@
-"""What is private in mlx-lm is used in two modules only, so that a look at its next release is a look at those."""
+"""What is private in mlx-lm is used in few modules only, so that a look at its next release is a look at those."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import prefixcache
 
 PACKAGE = Path(prefixcache.__file__).parent
 LIBRARY = Path(mlx_lm.__file__).parent
-UPSTREAM = ("upstream.py", "servers/mlx_lm/upstream.py")
+UPSTREAM = ("upstream.py", "servers/mlx_lm/upstream.py", "servers/mlx_vlm/upstream.py")
 # The place of a window's next row is part of what is stored of a layer cache, whose adapters import no mlx-lm.
 STORED = {"layers/adapters.py": {"_idx"}}
 

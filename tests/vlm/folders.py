@@ -74,7 +74,7 @@ VISION = {
 }
 MROPE = {"type": "mrope", "mrope_section": [4, 6, 6]}
 
-GEMMA = {"vocab_size": VOCABULARY, "hidden_size": 128, "eos_token_id": [IDS["<|im_end|>"]], "pad_token_id": 0}
+GEMMA = {"vocab_size": VOCABULARY, "hidden_size": 128, "eos_token_id": [IDS["<|im_end|>"]], "pad_token_id": 1}
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": {

@@ -9,12 +9,13 @@ import logging
 import os
 import sys
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from prefixcache.cli.options import flag_of, with_options
+from prefixcache.cli.options import flag_of, flags_of, with_options
 from prefixcache.cli.progress import bar
 from prefixcache.cli.serve.cache_options import BITS, settings_from, with_settings
 from prefixcache.cli.serve.options import AdminOptions, RequestOptions, RunOptions
@@ -30,9 +31,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("prefixcache")
 
-OTHERS = "All flags of mlx_lm.server are taken too, such as --model, --host, --port; `mlx_lm.server --help` lists them."
+OTHERS = (
+    "All flags of mlx_lm.server are taken too, such as --model, --host, --port; `mlx_lm.server --help` lists them. "
+    "With --vlm they are mlx_vlm.server's."
+)
 
 OF_SERVER = {"ssd_missing": "wait", "decline_slow_hits": True}  # unless told otherwise: a server outlives disks
+
+OF_VLM = {"--vlm", "--salt-from", "--require-salt", "--allowed-hosts"}
 
 COMMAND = {"context_settings": {"allow_extra_args": True, "ignore_unknown_options": True}, "epilog": OTHERS}
 
@@ -78,10 +84,16 @@ def serve(
             from_authorization=requests.salt_from is not None, required=requests.require_salt, key=_salt_key(settings)
         )
         prompts = [prompt for file in run.warm or [] for prompt in read_prompts(file)]
+        if run.vlm:
+            _check_vlm(run, requests, admin)
+            from prefixcache.servers.mlx_vlm.serve import serve as serve_pictures
     except (ValueError, ImportError) as error:
         refuse_without(error)
         _exit_with_error(error)
     try:
+        if run.vlm:
+            serve_pictures(settings, ctx.args, salts, requests.hosts())
+            _exit_process(0)
         options = ServeOptions(
             before=partial(_warm, prompts, salts),
             grace=run.grace,
@@ -106,6 +118,16 @@ def serve(
     except (ServeError, DirectoryError, ValueError) as error:
         _exit_with_error(error)
     _exit_process(0)
+
+
+def _check_vlm(*given: Any) -> None:
+    """Raise ValueError without mlx-vlm, and for an option that mlx_vlm.server's requests don't know."""
+    if find_spec("mlx_vlm") is None:
+        raise ValueError('--vlm without mlx-vlm: run pip install "prefixcache[vlm]"')
+    for options in given:
+        for flag, value in flags_of(options).items():
+            if flag not in OF_VLM and value != flags_of(type(options)())[flag]:
+                raise ValueError(f"{flag} with --vlm: not for mlx_vlm.server; leave it out")
 
 
 def _salt_key(settings: Settings) -> bytes:

@@ -43,6 +43,12 @@ class RunOptions:
     log_json: Annotated[
         bool, typer.Option("--log-json", help="Log as JSON, one object a line, with nothing of a prompt.")
     ] = False
+    vlm: Annotated[
+        bool,
+        typer.Option(
+            "--vlm", help="Run mlx_vlm.server, for models that take pictures; the other flags are then its flags."
+        ),
+    ] = False
     hang_timeout: Annotated[
         float,
         typer.Option(

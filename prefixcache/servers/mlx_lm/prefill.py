@@ -17,14 +17,15 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
-from mlx_lm.models.cache import ArraysCache, CacheList, KVCache
+from mlx_lm.models.cache import KVCache
 
 from prefixcache.keys import BLOCK
-from prefixcache.layers.classes import read_leaf
 from prefixcache.media import chunks
+from prefixcache.servers.batch_rows import put_back
 from prefixcache.servers.mlx_lm.errors import may_be_the_hits
 from prefixcache.servers.mlx_lm.tenant_cache import TenantPromptCache, TokenizedRequest
-from prefixcache.servers.mlx_lm.upstream import Batches, RequestTokens, in_temporal_order, request_of, row_count
+from prefixcache.servers.mlx_lm.upstream import Batches, RequestTokens, request_of
+from prefixcache.upstream import in_temporal_order, row_count
 
 log = logging.getLogger("prefixcache")
 
@@ -246,7 +247,7 @@ class BlockKeeper:
             state = to_come <= BLOCK or whole in self._points[uid]
             self._prompts.keep_blocks(requests[uid], ready, layers, since, state)
             for layer, single in zip(batch.prompt_cache, layers, strict=True):
-                _put_back(layer, i, single, since, whole)
+                put_back(layer, i, single, since, whole)
             self._kept[uid] = whole
 
 
@@ -259,28 +260,6 @@ def _single(batched: Any, i: int) -> Any:
         layer.keys, layer.values, layer.offset = batched.keys, batched.values, row_count(batched)
         return layer
     return batched.extract(i)
-
-
-def _put_back(batched: Any, i: int, single: Any, since: int, end: int) -> None:
-    """Put the rows of tokens `since` to `end` of a single sequence's layer cache where a batch has them, and its state."""
-    if isinstance(single, CacheList):
-        for layer, child in zip(batched.caches, single.caches, strict=True):
-            _put_back(layer, i, child, since, end)
-    elif isinstance(single, ArraysCache):
-        for number, array in enumerate(single.cache):
-            if array is not None and len(batched.cache[number]) == 1:
-                batched.cache[number] = array
-            elif array is not None:
-                batched.cache[number][i : i + 1] = array
-    elif type(batched).__name__ in ("BatchKVCache", "BatchRotatingKVCache") and single.keys is not batched.keys:
-        leaf, behind = read_leaf(single, "batch"), row_count(batched) - int(batched.offset[i].item())
-        for first, last in leaf.held:
-            low, high = max(first, since), min(last, end)
-            if low < high:
-                where, to = leaf.where(low, high), slice(behind + low, behind + high)
-                at = where if isinstance(where, slice) else mx.array(where)
-                batched.keys[i : i + 1, :, to] = single.keys[:, :, at]
-                batched.values[i : i + 1, :, to] = single.values[:, :, at]
 
 
 class SingleKeeper:

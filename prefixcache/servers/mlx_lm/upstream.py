@@ -379,17 +379,6 @@ class Batches(BatchGenerator):
         return self._processed(*super()._next())
 
 
-def row_count(batched: Any) -> int:
-    """Return how many rows of a batch's layer cache are used, padding included. Private: `_idx`. Issue: none filed."""
-    return int(batched._idx)
-
-
-def in_temporal_order(batched: Any) -> None:
-    """Let a batch's window have its rows in the order of their tokens. Private: `_temporal_order`. Issue: none filed."""
-    if hasattr(batched, "_temporal_order"):
-        batched._temporal_order()
-
-
 @contextmanager
 def generating_with(batches: Callable[..., Any], stream: Callable[..., Iterator[Any]]) -> Iterator[None]:
     """Let mlx-lm's loop make its batches and its streams by these.

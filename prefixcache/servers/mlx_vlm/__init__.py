@@ -1,0 +1,1 @@
+"""mlx_vlm.server on a PrefixCache: what `prefixcache serve --vlm` runs."""

@@ -1,0 +1,80 @@
+"""mlx_vlm.server with a PrefixCache in the place of its own prefix cache (APC): what `prefixcache serve --vlm` runs."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import socket
+from collections.abc import Sequence
+from functools import partial
+from importlib.metadata import version
+from typing import Any
+
+from prefixcache.byte_sizes import size
+from prefixcache.cache import PrefixCache
+from prefixcache.identity import model_identity, nameless
+from prefixcache.metrics.prometheus import CacheCollector, render
+from prefixcache.servers.causality import NotCausal, media_are_whole
+from prefixcache.servers.media_inputs import placeholders
+from prefixcache.servers.mlx_lm.lifetime import Ending
+from prefixcache.servers.mlx_vlm import upstream
+from prefixcache.servers.mlx_vlm.prompts import ModelPrompts
+from prefixcache.servers.salts import Salts
+from prefixcache.servers.web_access import WebAccess
+from prefixcache.settings import Settings
+from prefixcache.upstream import let_pictures_attend_behind_a_hit
+
+log = logging.getLogger("prefixcache")
+
+
+def serve(settings: Settings, flags: Sequence[str], salts: Salts, allowed_hosts: Sequence[str] = ()) -> None:
+    """Run mlx_vlm.server with these flags of its own until a signal ends it. Call it on the main thread.
+
+    `salts`: whose a request's prompts are. `allowed_hosts`: names of the server beside those that it is bound to. Raises
+    ValueError or `ssd.DirectoryError` when it can't start.
+    """
+    own, others = _read_own(flags)
+    address = socket.getaddrinfo(own.host, None, type=socket.SOCK_STREAM)[0][4][0]
+    access = WebAccess.of(own.host, str(address), allowed_hosts, filter(None, own.allowed_origins.split(",")))
+    with Ending(), PrefixCache(settings) as cache:
+        manager = upstream.Manager(cache, partial(prompts_of, cache))
+        rules = upstream.Rules(salts, access, lambda: render(CacheCollector(cache)))
+        with upstream.serving_with(manager, rules):
+            upstream.run(["--host", own.host, *others])
+        log.info("flushing RAM: %s", size(cache.stats().ram_images))
+
+
+def _read_own(flags: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Read what is not left to mlx-vlm: its default host is every address, and it answers the pages of every origin."""
+    parser = argparse.ArgumentParser(prog="prefixcache serve --vlm", add_help=False, allow_abbrev=False)
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--allowed-origins", default="")
+    return parser.parse_known_args(flags)
+
+
+def prompts_of(cache: PrefixCache, generator: Any) -> ModelPrompts | None:
+    """Return what keeps the prompts of the model that a thread has just loaded; None where nothing of it is kept."""
+    for flag, value in (("--kv-bits", generator.kv_bits), ("--draft-model", generator.draft_model)):
+        if value is not None:
+            log.warning("%s: prompts are neither kept nor hit with it", flag)
+            return None
+    model, stand = generator.model, placeholders(generator.config)
+    new_layers = upstream.new_layers_of(model)
+    let_pictures_attend_behind_a_hit(model)
+    try:
+        whole = bool(stand) and media_are_whole(model, min(stand), new_layers)
+    except NotCausal as error:
+        log.warning("%s", error)
+        return None
+    name = _name(generator.model_path, generator.adapter_path)
+    log.info("serving %s; RAM budget %s; codec %s", name, size(cache.stats().ram_limit), cache.codec)
+    return ModelPrompts(cache, name, new_layers, stand, whole=whole)
+
+
+def _name(path: str, adapter: str | None) -> str:
+    """Return the name of weights and of the program that computes with them; where they can't be found, one for once."""
+    try:
+        return f"{model_identity(path, adapter)}|mlx-vlm {version('mlx-vlm')}"
+    except (OSError, ValueError, TypeError) as error:
+        log.warning("no identity, so what is kept is of no use to another process: %s", error)
+        return nameless()

@@ -1,0 +1,227 @@
+"""mlx-vlm's server on a PrefixCache answers what it answers without, whoever asked what before, and computes less for it."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+from threading import Event, Semaphore
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+
+from prefixcache import PrefixCache
+from prefixcache.servers.mlx_vlm.prompts import ServedPrompt
+from tests.vlm import folders
+from tests.vlm.generators import Question, ask, at_once, begin, generating
+from tests.waiting import until
+
+TEXT = "Describe what you see, and what you do not see. " * 9
+parts = st.one_of(st.integers(0, 3), st.sampled_from((TEXT, "One?", "Another?")))
+questions = st.lists(parts, min_size=1, max_size=4).map(lambda parts: Question((*parts, "Say it.")))
+
+
+@pytest.fixture(scope="module", params=sorted(folders.CONFIGS))
+def plain(request, tmp_path_factory):
+    """A model's folder, and what mlx-vlm answers with it."""
+    folder = folders.save(request.param, tmp_path_factory.mktemp("models") / request.param)
+    with generating(folder) as generator:
+        known: dict[Question, list[int]] = {}
+
+        def answer(question: Question) -> list[int]:
+            if question not in known:
+                known[question] = ask(generator, question).tokens
+            return known[question]
+
+        yield folder, answer
+
+
+def machine_of(folder: Path, right):
+    class ServedPrompts(RuleBasedStateMachine):
+        """Requests alone, at once and cancelled; what is evicted; restarts."""
+
+        @initialize(step=st.sampled_from((64, 256, 2048)), budget=st.sampled_from(("300kB", "100MB")))
+        def start(self, step, budget):
+            self.directory = tempfile.mkdtemp()
+            self.options = {"ssd_dir": self.directory, "ssd": "200MB", "ram": budget, "codec": "raw"}
+            self.step = step
+            self.open()
+
+        def open(self):
+            self.cache = PrefixCache(**self.options)
+            self.running = generating(folder, self.cache, prefill_step_size=self.step)
+            self.generator = self.running.__enter__()
+
+        def close(self):
+            self.running.__exit__(None, None, None)
+            self.cache.close()
+
+        @rule(question=questions)
+        def alone(self, question):
+            assert ask(self.generator, question).tokens == right(question)
+
+        @rule(question=questions)
+        def again(self, question):
+            first = ask(self.generator, question)
+            second = ask(self.generator, question)
+            assert first.tokens == second.tokens == right(question)
+            if self.options["ram"] == "100MB":
+                assert second.hit == length(self.generator, question) - 1
+
+        @rule(asked=st.lists(questions, min_size=2, max_size=4))
+        def together(self, asked):
+            for question, answer in zip(asked, at_once(self.generator, asked), strict=True):
+                assert answer.tokens == right(question)
+
+        @rule(question=questions, heard=st.integers(1, 3))
+        def cancelled(self, question, heard):
+            tokens = begin(self.generator, question)
+            for _ in range(heard):
+                next(tokens)
+            tokens.close()
+
+        @rule(question=questions, chunks=st.integers(1, 4))
+        def cancelled_in_its_prefill(self, question, chunks):
+            """Its client leaves when so many chunks are stored, or all."""
+            computed, left = Semaphore(0), Event()
+
+            def keep(served, layers, done):
+                keep_chunk(served, layers, done)
+                computed.release(chunks if done == len(served.tokens) - 1 else 1)
+                if computed._value >= chunks:
+                    left.wait(20)
+
+            with pytest.MonkeyPatch.context() as patch:
+                keep_chunk = ServedPrompt.keep
+                patch.setattr(ServedPrompt, "keep", keep)
+                tokens = begin(self.generator, question)
+                until(lambda: computed._value >= chunks or not tokens._rqueue.empty())  # or all of it was hit
+                tokens.close()
+                left.set()
+                until(lambda: not self.generator._cancelled)
+
+        @rule()
+        def evicted(self):
+            self.cache.trim_to(0)
+
+        @rule()
+        def restarted(self):
+            self.close()
+            self.open()
+
+        @invariant()
+        def is_whole(self):
+            if hasattr(self, "cache"):
+                self.cache.check_integrity()
+
+        def teardown(self):
+            if hasattr(self, "cache"):
+                self.close()
+                shutil.rmtree(self.directory)
+
+    return ServedPrompts
+
+
+def test_answers_are_mlx_vlms_whatever_was_asked_before(plain):
+    run_state_machine_as_test(
+        machine_of(*plain), settings=settings(max_examples=6, stateful_step_count=8, deadline=None)
+    )
+
+
+@pytest.fixture(params=("raw", "turboquant:4"))
+def generator(plain, request):
+    with PrefixCache(ram="200MB", codec=request.param) as cache, generating(plain[0], cache) as generator:
+        yield generator
+        cache.check_integrity()
+
+
+def inputs(generator, question):
+    """What the processor makes of a question."""
+    return generator._preprocess_request(question.text(generator.config.model_type), question.pictures)
+
+
+def length(generator, question):
+    """How many tokens its prompt has."""
+    return inputs(generator, question)["input_ids"].size
+
+
+def test_another_question_about_the_same_picture_hits_all_of_it(generator):
+    one, another = Question((TEXT, 0, "One?")), Question((TEXT, 0, "Another?"))
+    ask(generator, one)
+    assert length(generator, Question((TEXT, 0))) - 8 <= ask(generator, another).hit < length(generator, another)
+
+
+def test_other_pictures_are_missed(generator):
+    """What is hit ends where the pictures do not agree, though all of the tokens do."""
+    first = ask(generator, Question((TEXT, TEXT, 0, 1, "One?")))
+    swapped = ask(generator, Question((TEXT, TEXT, 1, 0, "One?")))
+    other = ask(generator, Question((TEXT, TEXT, 0, 5, "One?")))
+    assert first.hit == 0 < swapped.hit <= length(generator, Question((TEXT, TEXT)))
+    assert swapped.hit <= other.hit <= length(generator, Question((TEXT, TEXT, 0)))
+    assert len({tuple(answer.tokens) for answer in (first, swapped, other)}) == 3
+
+
+def test_a_question_that_is_asked_again_has_the_same_answer(generator):
+    asked = [Question((TEXT, 0, "One?")), Question((TEXT, TEXT, 0, 1, "Another?")), Question((1, 2, TEXT, "Say it."))]
+    first = [ask(generator, question).tokens for question in asked]
+    assert [ask(generator, question).tokens for question in asked] == first
+    assert [answer.tokens for answer in at_once(generator, asked)] == first
+
+
+def test_an_answer_goes_on_from_the_one_before(generator):
+    """The next turn hits what tokens it has of the prompt and its answer, in which a block became whole meanwhile."""
+    question = Question((TEXT, TEXT, 0, "One?"))
+    text_only = dict.fromkeys(folders.IDS.values(), -1e9)
+    answer = ask(generator, question, most=200, logit_bias=text_only)
+    seen = [*inputs(generator, question)["input_ids"][0].tolist(), *answer.tokens]
+    said = generator.tokenizer.decode(answer.tokens)
+    turn = Question((*question.parts, f"<|im_end|>\n<|im_start|>assistant\n{said}<|im_end|>\n<|im_start|>user\nAnd?"))
+    told = inputs(generator, turn)["input_ids"][0].tolist()
+    same = next((i for i, (a, b) in enumerate(zip(seen, told, strict=False)) if a != b), len(seen))
+    pictures_end = max(i for i, token in enumerate(seen) if token == min(generator.prompts.placeholders)) + 1
+    assert pictures_end <= ask(generator, turn).hit <= same
+    assert same < len(seen) or ask(generator, turn).hit == same
+
+
+def test_the_encoder_sees_no_picture_inside_a_hit(generator, monkeypatch):
+    seen = []
+    tower = type(generator.model.vision_tower)
+    encode = tower.__call__
+
+    def counted(self, pixels, *args, **options):
+        seen.append(len(pixels))
+        return encode(self, pixels, *args, **options)
+
+    monkeypatch.setattr(tower, "__call__", counted)
+    generator.vision_cache = None
+    ask(generator, Question((TEXT, 0, "One?")))
+    ask(generator, Question((TEXT, 0, "Another?")))
+    assert len(seen) == 1
+    ask(generator, Question((TEXT, 0, 4, "Both?")))  # the fourth is as large as the first
+    assert seen[1:] == seen[:1]
+
+
+def test_a_hit_that_the_model_fails_on_is_deleted_and_its_prompt_computed(generator, monkeypatch):
+    question = Question((TEXT, 0, "One?"))
+    right = ask(generator, question)
+    language_model = type(generator.model.language_model)
+    compute, failed = language_model.__call__, []
+
+    def fails_once(self, tokens, *args, cache=None, **options):
+        if not failed:
+            failed.append(True)
+            raise RuntimeError("shapes (1, 2) and (3, 4) don't match")
+        return compute(self, tokens, *args, cache=cache, **options)
+
+    monkeypatch.setattr(language_model, "__call__", fails_once)
+    assert ask(generator, question).tokens == right.tokens
+    assert failed
+    assert ask(generator, question).hit > 0
+
+
+def test_tenants_hit_nothing_of_each_other(generator):
+    question = Question((TEXT, 0, "One?"))
+    assert ask(generator, question, tenant_id="a").hit == 0 == ask(generator, question, tenant_id="b").hit
+    assert ask(generator, question, tenant_id="a").hit > 0
