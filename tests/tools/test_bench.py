@@ -119,7 +119,7 @@ def test_a_chat_beside_stock_is_hit_at_its_second_turn_and_after_a_restart(tmp_p
     for name in ("mlx_lm.server", "--codec raw", "default"):
         assert cold.raw[name][0]["computed"] > 0.9 * cold.raw[name][0]["prompt"]  # others may share how it begins
         assert second.raw[name][0]["computed"] < second.raw[name][0]["prompt"] // 2
-    assert restarted.raw["mlx_lm.server"][0]["computed"] >= restarted.raw["mlx_lm.server"][0]["prompt"] - 1
+        assert restarted.raw["mlx_lm.server"][0]["computed"] > 0.9 * restarted.raw["mlx_lm.server"][0]["prompt"]
     assert restarted.raw["--codec raw"][0]["computed"] == restarted.raw["default"][0]["computed"] < 256
     assert not list(tmp_path.iterdir()), "a bench left files behind"
 
