@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 from prefixcache.keys import canonical
@@ -26,6 +27,8 @@ class CacheForm:
         never evaluated or kept. Raises CacheError for one that a PrefixCache could not keep.
         """
         self._alike = [_layers(read(prompt_cache).layout) for prompt_cache in prompt_caches]
+        self.is_recurrent = any(map(_has_state, chain(*self._alike)))
+        """Whether the caller's prompt caches have state that can't be cut by token."""
         self._differences: dict[str, str] = {}  # by layout
 
     @classmethod
@@ -56,6 +59,10 @@ class CacheForm:
 
 def _layers(layout: Layout) -> list[Layout]:
     return [layout["kinds"][kind] for kind in layout["layers"]]
+
+
+def _has_state(layer: Layout) -> bool:
+    return layer["kind"] == "snapshot" or any(map(_has_state, layer.get("children", ())))
 
 
 def _difference(stored: list[Layout], given: list[Layout]) -> str:

@@ -40,6 +40,7 @@ from prefixcache.store_fetch_remove.jobs import ImageJob
 from prefixcache.store_fetch_remove.namespaces import reserve_basis
 from prefixcache.store_fetch_remove.store import StoreCall
 from prefixcache.tiers.idle import LOOKS, PERIOD, Idle
+from prefixcache.tiers.parting import states_on_the_way
 from prefixcache.tiers.promotion import ReadableTier, promote
 from prefixcache.tiers.prompt import Hit, Prompt, count_hit, take_hit
 from prefixcache.tiers.state import Namespace
@@ -270,11 +271,17 @@ class Simulation:
 
     def store(self, prompt: Prompt) -> None:
         """Keep what is new of a prompt, and its state hot. Rows that are stored are those that its answer is made on."""
-        maker = self._maker.begin(len(prompt), prompt.given_rows.tokens)
-        StoreCall(self.storage, self.namespace, prompt, len(prompt), maker).run()
+        if self.namespace.plan.snapshots:
+            for point in states_on_the_way(prompt.given_rows.tokens, len(prompt)):
+                self._store(prompt.first(point))
+        self._store(prompt)
         if self.storage.hot.limit:
             self._keep_hot(prompt)
         self.run_writer()
+
+    def _store(self, prompt: Prompt) -> None:
+        maker = self._maker.begin(len(prompt), prompt.given_rows.tokens)
+        StoreCall(self.storage, self.namespace, prompt, len(prompt), maker).run()
 
     def _keep_hot(self, prompt: Prompt) -> None:
         tokens = tokens_to_keep(self.storage, self.namespace, prompt, len(prompt))

@@ -13,6 +13,8 @@ from prefixcache.tiers.prompt import Prompt
 from prefixcache.tiers.state import Namespace
 from prefixcache.tiers.storage import Storage
 
+STATE_EVERY = 4096  # tokens: decision 0046
+
 PARTED = "parted"
 NOTHING_STORED = "nothing_stored"
 EVICTED = "evicted"
@@ -62,6 +64,13 @@ class BranchPoint(NamedTuple):
 
     depth: int
     needs_snapshot: bool
+
+
+def states_on_the_way(depth: int, tokens: int) -> range:
+    """Return where recurrent state is kept while a prompt of so many tokens is computed from a hit of `depth` on, wherever it
+    parts from others.
+    """
+    return range(depth - depth % STATE_EVERY + STATE_EVERY, tokens, STATE_EVERY)
 
 
 def parting_of(storage: Storage, prompt: Prompt, hit: int) -> Parting:

@@ -161,3 +161,11 @@ def test_live_codes_are_of_the_form_of_plain_caches():
         assert (len(made), rest) == (len(like), [1])
         cache.store([*LONG, 1], made, model="m@1")
         assert cache.fetch(cache.prompt([*LONG, 1, 2], model="m@1", like=like))[0] is not None
+
+
+@pytest.mark.parametrize(
+    ("family", "expected"),
+    [("llama", False), ("gemma3_text", False), ("qwen3_next", True), ("falcon_h1", True), ("mamba2", True)],
+)
+def test_a_form_says_whether_there_is_state_that_cannot_be_cut(family, expected):
+    assert CacheForm(make_prompt_cache(FAMILIES[family].build())).is_recurrent is expected

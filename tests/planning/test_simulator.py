@@ -25,6 +25,7 @@ from prefixcache.planning.outcome import Cell, CellOutcome
 from prefixcache.planning.simulator import Simulation, simulate, tokens_of
 from prefixcache.planning.sizes import StateSizes
 from prefixcache.store_fetch_remove.image_maker import LiveMaker
+from prefixcache.tiers.parting import states_on_the_way
 from prefixcache.trace.reading import Request, Trace
 from tests.models.families import BASE, DELTA, MOE
 from tools.soak.bases import LayerRows, basis_of
@@ -122,8 +123,11 @@ def served(tmp_path_factory, monkeypatch):
                     cache.promote(prompt).result()
                     cache._ssd.flush()
                 hits.append(len(prompt) - len(cache.fetch(prompt)[1]))
+                for end in states_on_the_way(hits[-1], len(prompt)) if state.has_snapshots else ():
+                    live = live_cache(state, tokens[:end])
+                    cache.store(prompt.first(end), live, write_back_from=prompt.given_rows.tokens)
                 live = live_cache(state, tokens)
-                cache.store(prompt, live, write_back_from=hits[-1])
+                cache.store(prompt, live, write_back_from=prompt.given_rows.tokens)
                 cache.keep_hot(prompt, live)
                 if ssd:
                     cache._ssd.flush()

@@ -21,6 +21,7 @@ from mlx_lm import server as upstream
 from mlx_lm.models.cache import make_prompt_cache
 
 from prefixcache import PrefixCache
+from prefixcache.keys import as_tokens, common_prefix
 from prefixcache.metrics.rates import LONG
 from prefixcache.servers.mlx_lm.answers import Answers, Ended
 from prefixcache.servers.mlx_lm.arguments import read_flags
@@ -348,6 +349,21 @@ def test_a_model_that_counts_no_tokens_keeps_the_state_of_those_it_has_seen(mode
         assert cache.match(asked, model=name).ram == len(asked) - 1
         again = [Asked(generator, prompt, seed=seed) for seed in (None, 1)]
         assert [(one.computed, one.tokens) for one in again] == [(1, first.tokens)] * 2
+
+
+@pytest.mark.parametrize("seed", [None, 1])  # in a batch, or one by one
+def test_a_prompt_is_hit_on_the_way_of_one_that_it_parts_from(models, opened, seed, monkeypatch):
+    """At the last of the places where state was kept, long before anything is known of where others part."""
+    monkeypatch.setattr("prefixcache.tiers.parting.STATE_EVERY", 512)
+    with generating(opened(), "--model", models / "qwen3_next") as generator:
+        first, other = (
+            Asked(generator, user(text(1300, "way") + end), seed=seed).answered() for end in ("", " and another end")
+        )
+        shared = common_prefix(*(as_tokens(asked.context.prompt) for asked in (first, other)))
+        assert 1024 < shared < len(first.context.prompt) - 1
+        assert (first.cached, other.cached) == (0, shared // 512 * 512)
+        alone = Asked(generator, user(text(1300, "way") + " and another end"), salt="alone", seed=seed)
+        assert (alone.cached, alone.tokens) == (0, other.tokens)
 
 
 @pytest.mark.parametrize("seed", [None, 1])  # in a batch, or one by one

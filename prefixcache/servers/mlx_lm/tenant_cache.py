@@ -23,6 +23,7 @@ from prefixcache.servers.mlx_lm.answers import Answers
 from prefixcache.servers.mlx_lm.prompt_cache import TieredPromptCache, identity_of, images_of
 from prefixcache.servers.mlx_lm.upstream import request_of
 from prefixcache.store_fetch_remove.store import Stored
+from prefixcache.tiers.parting import states_on_the_way
 from prefixcache.tiers.prompt import Prompt
 
 log = logging.getLogger("prefixcache")
@@ -168,6 +169,8 @@ class TenantPromptCache(TieredPromptCache):
         point = max(self.cache.branch_point(request.prompt), self.shared_under_way(request.prompt) // BLOCK * BLOCK)
         if point - depth >= BLOCK:
             points.add(point)
+        if request.prompt.form is not None and request.prompt.form.is_recurrent:
+            points |= set(states_on_the_way(depth, len(request.prompt)))
         return sorted(points)
 
     def keep_blocks(
