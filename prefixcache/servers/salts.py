@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from prefixcache.servers.request_schema import RequestRefused
@@ -26,12 +26,13 @@ class Salts:
     """What a server makes salts of.
 
     `from_authorization`: each API key has a space of its own. `required`: a request without a salt is refused. `key`: of the
-    hash; servers that share prompts need the same.
+    hash; servers that share prompts need the same. `remedy`: how a client names a salt.
     """
 
     from_authorization: bool = False
     required: bool = False
     key: bytes = field(default=b"", repr=False)
+    remedy: str = CACHE_SALT
 
     def of(self, authorization: Sequence[str], cache_salt: str) -> bytes:
         """Return the salt of a request with these `Authorization` headers. RequestRefused where there is none to be had."""
@@ -40,9 +41,9 @@ class Salts:
         if not salt and self.required:
             if self.from_authorization:
                 raise RequestRefused(
-                    f"the request has no API key, and this server needs one: {API_KEY}, or {CACHE_SALT}", 401
+                    f"the request has no API key, and this server needs one: {API_KEY}, or {self.remedy}", 401
                 )
-            raise RequestRefused(f"the request has no cache_salt, and this server needs one: {CACHE_SALT}")
+            raise RequestRefused(f"the request has no salt, and this server needs one: {self.remedy}")
         return salt
 
 
@@ -60,6 +61,11 @@ def salt_of(token: str | None, cache_salt: str, key: bytes = b"") -> bytes:
     secret = token.encode()
     parts = len(secret).to_bytes(8, "little") + secret + salt
     return HASHED + hashlib.blake2b(parts, digest_size=32, key=key, person=PERSON).digest()
+
+
+def authorization_of(headers: Callable[[str], list[str]]) -> list[str]:
+    """Return a request's `Authorization` headers, or in their place what `x-api-key` says. `headers` finds all of a name."""
+    return headers("authorization") or [f"Bearer {key}" for key in headers("x-api-key")]
 
 
 def token_of(authorization: str) -> str | None:

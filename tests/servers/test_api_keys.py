@@ -165,7 +165,7 @@ def test_a_request_without_a_key_is_refused_where_a_salt_is_required(strict):
 def test_a_request_without_cache_salt_is_refused_where_a_salt_is_required(model, tmp_path):
     with serving(tmp_path / "log", "--model", model, "--require-salt") as server:
         for none in ({}, {"cache_salt": ""}, {"cache_salt": None}):
-            with pytest.raises(openai.BadRequestError, match=r'no cache_salt.* send "cache_salt": "..." in the body'):
+            with pytest.raises(openai.BadRequestError, match=r'no salt.* send "cache_salt": "..." in the body'):
                 ask(server, user("hello"), **none)
         assert ask(server, user("hello"), cache_salt="mine").generated
 

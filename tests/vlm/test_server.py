@@ -164,6 +164,8 @@ def test_tenants_metrics_and_web_pages(serving):
     server = serving("--codec", "raw", "--salt-from", "authorization")
     assert server.ask(0, TEXT, Authorization="Bearer a")[1] == 0 == server.ask(0, TEXT, Authorization="Bearer b")[1]
     assert server.ask(0, TEXT, Authorization="Bearer a")[1] > 50
+    assert server.ask(0, TEXT, **{"X-Api-Key": "a"})[1] > 50  # Anthropic's clients send it so
+    assert server.ask(0, TEXT, **{"X-Api-Key": "c"})[1] == 0
     assert server.ask(0, TEXT, **{"Authorization": "Bearer a", "X-Tenant-Id": "part"})[1] == 0
     assert server.metrics()["prefixcache_hit_tokens_total{ram}"] > 50
     assert json.loads(requests.get(f"{server.url}/v1/cache/stats", timeout=SECONDS).text)["enabled"]
@@ -181,6 +183,9 @@ def test_tenants_metrics_and_web_pages(serving):
 @ONE_MODEL
 def test_a_request_without_a_salt_is_refused_where_one_is_required(serving):
     server = serving("--require-salt")
-    done = server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4})
-    assert done.status_code == 400
+    for path in ("/v1/chat/completions", "/v1/messages"):
+        done = server.post(path, {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4})
+        assert done.status_code == 400
+        assert "no salt, and this server needs one: send the header `X-Tenant-Id: ...`" in done.text
+        assert "400:" not in done.text
     assert server.ask("Hello", **{"X-Tenant-Id": "a"})[1] == 0

@@ -46,6 +46,7 @@ from prefixcache.servers.mlx_lm.translation import CHAT_PATH, Translation
 from prefixcache.servers.mlx_lm.upstream import Completion
 from prefixcache.servers.request_log import RequestLog
 from prefixcache.servers.request_schema import ChatRequest, GenerationRequest, RequestRefused, TextRequest, checked
+from prefixcache.servers.salts import authorization_of
 from prefixcache.servers.web_access import WebAccess
 
 log = logging.getLogger("prefixcache")
@@ -230,7 +231,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def complete(self, completion: Completion, request: Any, answer: Callable[[], None]) -> None:
         """Have mlx-lm answer a request that it has read. Its line of the log says how it ended."""
-        request.salt = self.server.site.options.salts.of(self._authorization(), completion.body.get("cache_salt") or "")
+        authorization = authorization_of(lambda name: self.headers.get_all(name, []))
+        request.salt = self.server.site.options.salts.of(authorization, completion.body.get("cache_salt") or "")
         request.keeping = Keeping.of(completion.body.get("cache"))
         request.request_log = RequestLog()
         self.server.replying.add(self)
@@ -264,12 +266,6 @@ class Handler(BaseHTTPRequestHandler):
         arguments = completion.prompt_arguments
         find_part = partial(tokenizer.part_of, request, arguments, tokens, parting.position)
         self.server.site.cold.tell(completion.request_id, parting, find_part)
-
-    def _authorization(self) -> list[str]:
-        """Return the request's `Authorization` headers, or in their place what `x-api-key` says."""
-        return self.headers.get_all("Authorization", []) or [
-            f"Bearer {key}" for key in self.headers.get_all("x-api-key", [])
-        ]
 
     def log_request(self, *about: Any) -> None:
         """Log the request, unless it looks at the metrics, as somebody does again and again."""

@@ -6,6 +6,7 @@ import argparse
 import logging
 import socket
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from typing import Any
@@ -26,6 +27,8 @@ from prefixcache.upstream import let_pictures_attend_behind_a_hit
 
 log = logging.getLogger("prefixcache")
 
+TENANT = "send the header `X-Tenant-Id: ...`"
+
 
 def serve(settings: Settings, flags: Sequence[str], salts: Salts, allowed_hosts: Sequence[str] = ()) -> None:
     """Run mlx_vlm.server with these flags of its own until a signal ends it. Call it on the main thread.
@@ -38,7 +41,7 @@ def serve(settings: Settings, flags: Sequence[str], salts: Salts, allowed_hosts:
     access = WebAccess.of(own.host, str(address), allowed_hosts, filter(None, own.allowed_origins.split(",")))
     with Ending(), PrefixCache(settings) as cache:
         manager = upstream.Manager(cache, partial(prompts_of, cache))
-        rules = upstream.Rules(salts, access, lambda: render(CacheCollector(cache)))
+        rules = upstream.Rules(replace(salts, remedy=TENANT), access, lambda: render(CacheCollector(cache)))
         with upstream.serving_with(manager, rules):
             upstream.run(["--host", own.host, *others])
         log.info("flushing RAM: %s", size(cache.stats().ram_images))

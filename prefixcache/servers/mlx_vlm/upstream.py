@@ -25,7 +25,7 @@ from prefixcache.metrics.prometheus import CONTENT_TYPE
 from prefixcache.servers.mlx_lm.errors import may_be_the_hits
 from prefixcache.servers.mlx_vlm.prompts import ModelPrompts, ServedPrompt
 from prefixcache.servers.request_schema import RequestRefused
-from prefixcache.servers.salts import Salts
+from prefixcache.servers.salts import Salts, authorization_of
 from prefixcache.servers.web_access import WebAccess
 from prefixcache.upstream import in_temporal_order
 
@@ -344,13 +344,20 @@ def run(flags: Sequence[str]) -> None:
             runtime.response_generator.stop_and_join()
 
 
+class NoSalt(HTTPException):
+    """A refusal, of which `/v1/messages` answers the text."""
+
+    def __str__(self) -> str:
+        return str(self.detail)
+
+
 def _tenant(salts: Salts, request: Request) -> str | None:
     """Return whose the prompts of a request are: of the headers that mlx-vlm reads, or of its API key."""
     named = request.headers.get("x-apc-tenant") or request.headers.get("x-tenant-id") or ""
     try:
-        salt = salts.of(request.headers.getlist("authorization"), named)
+        salt = salts.of(authorization_of(request.headers.getlist), named)
     except RequestRefused as error:
-        raise HTTPException(error.status, str(error)) from None
+        raise NoSalt(error.status, str(error)) from None
     return salt.decode("latin-1") or None
 
 
