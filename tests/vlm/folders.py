@@ -199,12 +199,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def save(family: str, folder: Path, seed: int = 0) -> Path:
-    """Write a tiny model of this family, with random weights, and return its folder."""
+def save(family: str, folder: Path, seed: int = 0, **changed: Any) -> Path:
+    """Write a tiny model of this family, with random weights and what is changed of its config, and return its folder."""
     from mlx_vlm.utils import get_model_and_args
 
     folder.mkdir(parents=True, exist_ok=True)
-    config = {"model_type": family, **CONFIGS[family]}
+    config = {"model_type": family, **CONFIGS[family], **changed}
     (folder / "config.json").write_text(json.dumps(config))
     module, _ = get_model_and_args(dict(config))
     model_config = module.ModelConfig.from_dict(dict(config))

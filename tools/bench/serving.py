@@ -42,7 +42,9 @@ PATIENCE = 900.0  # seconds for a start, an answer or an end, before a bench giv
 
 IMPATIENCE = 0.03  # seconds that a client waits that gives up before it is answered
 
-Messages = list[dict[str, str]]
+DEFAULT_MODEL = "default_model"  # mlx-lm's name for the one that it serves
+
+Messages = list[dict[str, Any]]
 
 
 # -- models and texts --------------------------------------------------------------------------------------------------
@@ -213,8 +215,12 @@ def disk_usage(directory: Path) -> int:
 
 
 @contextlib.contextmanager
-def serving(command: Sequence[str], model: Path, folder: Path, *flags: str) -> Iterator[Server]:
-    """A server of this model, ready for requests; what is left of it at the end is killed. Its log goes to `folder`."""
+def serving(
+    command: Sequence[str], model: Path, folder: Path, *flags: str, name: str = DEFAULT_MODEL
+) -> Iterator[Server]:
+    """A server of this model, ready for requests, which call it by `name`; what is left of it at the end is killed. Its log
+    goes to `folder`.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -237,7 +243,7 @@ def serving(command: Sequence[str], model: Path, folder: Path, *flags: str) -> I
     server = Server(process, port, log)
     try:
         server.wait_until_ready()
-        ask(client_of(server), [{"role": "user", "content": "Hello?"}], 4)  # compiles what MLX compiles
+        ask(client_of(server), [{"role": "user", "content": "Hello?"}], 4, name)  # compiles what MLX compiles
         yield server
     finally:
         if process.poll() is None:
@@ -271,10 +277,10 @@ def client_of(server: Server) -> Any:
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE)
 
 
-def ask(client: Any, messages: Messages, max_tokens: int) -> Reply:
-    """One chat request, streamed to its end, greedy."""
+def ask(client: Any, messages: Messages, max_tokens: int, name: str = DEFAULT_MODEL) -> Reply:
+    """One chat request to the model of this name, streamed to its end, greedy."""
     begin, first, text, reason, usage = time.perf_counter(), 0.0, "", "", None
-    for chunk in _stream(client, messages, max_tokens, stream_options={"include_usage": True}):
+    for chunk in _stream(client, messages, max_tokens, model=name, stream_options={"include_usage": True}):
         if chunk.choices:
             if chunk.choices[0].delta.content:
                 first = first or time.perf_counter() - begin
@@ -306,7 +312,7 @@ def leave_early(client: Any, messages: Messages, max_tokens: int, chunks: int) -
 
 def _stream(client: Any, messages: Messages, max_tokens: int, **more: Any) -> Any:
     return client.chat.completions.create(
-        model="default_model", messages=messages, max_tokens=max_tokens, temperature=0, stream=True, **more
+        messages=messages, max_tokens=max_tokens, temperature=0, stream=True, **{"model": DEFAULT_MODEL, **more}
     )
 
 
