@@ -185,6 +185,15 @@ def test_an_answer_goes_on_from_the_one_before(generator):
     assert same < len(seen) or ask(generator, turn).hit == same
 
 
+def test_the_next_turn_may_leave_thoughts_out(generator, monkeypatch):
+    """It parts from the prompt at its end, where the answer has made a block whole."""
+    monkeypatch.setattr(generator.prompts, "_thinks", True)
+    question = Question((TEXT, TEXT, 0, "One?"))
+    ask(generator, question, most=200)
+    turn = Question((*question.parts, "<|im_end|>\n<|im_start|>assistant\nNo.<|im_end|>\n<|im_start|>user\nAnd?"))
+    assert ask(generator, turn).hit >= length(generator, question) - 1 - generator.prompts.is_recurrent
+
+
 def test_the_encoder_sees_no_picture_inside_a_hit(generator, monkeypatch):
     seen = []
     tower = type(generator.model.vision_tower)

@@ -22,12 +22,13 @@ from prefixcache.tiers.prompt import Prompt
 
 log = logging.getLogger("prefixcache")
 
-ROOM = 1024  # tokens of an answer that a hit's layers have room for
+ROOM = 1024  # tokens, beyond a hit, that its layers have room for
 
 
 class ModelPrompts:
     """A loaded model's prompts in `cache`. `name`: of its weights and of what computes with them. `new_layers` makes an empty
-    prompt cache of it. `placeholders`: its tokens for media, whose tokens attend to each other where `whole`. Thread-safe.
+    prompt cache of it. `placeholders`: its tokens for media, whose tokens attend to each other where `whole`. `thinks`: the
+    next turn may leave thoughts out, and so part from a prompt at its end. Thread-safe.
     """
 
     def __init__(
@@ -38,11 +39,12 @@ class ModelPrompts:
         placeholders: frozenset[int],
         *,
         whole: bool,
+        thinks: bool = False,
     ):
         self.cache, self.name, self.new_layers = cache, name, new_layers
         self.promotions = ReadOrCompute(cache)
         self.is_recurrent = not all(layer.is_trimmable() for layer in new_layers())
-        self.placeholders, self._whole = placeholders, whole
+        self.placeholders, self._whole, self._thinks = placeholders, whole, thinks
 
     def served(self, inputs: dict[str, Any], salt: bytes) -> ServedPrompt:
         """Return a request's prompt, whose inputs a processor made, and wait for what its SSD has as long as that pays."""
@@ -54,7 +56,7 @@ class ModelPrompts:
 
     def _prompt(self, served: ServedPrompt, salt: bytes) -> Prompt:
         served.media = media_inputs(served.tokens, served.inputs, self.placeholders)
-        return self.cache.prompt(
+        prompt = self.cache.prompt(
             served.tokens,
             model=self.name,
             salt=salt,
@@ -63,6 +65,7 @@ class ModelPrompts:
             whole_blocks=True,
             media=[replace(medium, whole=self._whole) for medium in served.media.media],
         )
+        return prompt.with_ends(turn=len(prompt) - 1) if self._thinks else prompt
 
 
 class ServedPrompt:
@@ -116,7 +119,7 @@ class ServedPrompt:
         if prompt is None:
             return None
         while True:
-            layers, rest = cache.fetch(prompt, leave=leave, room=len(prompt) + ROOM)
+            layers, rest = cache.fetch(prompt, leave=leave, room=min(len(prompt), ROOM))
             self.depth = len(prompt) - len(rest) if layers is not None else 0
             usable = self._usable(self.depth)
             if usable == self.depth:

@@ -15,7 +15,7 @@ from prefixcache.byte_sizes import size
 from prefixcache.cache import PrefixCache
 from prefixcache.identity import model_identity, nameless
 from prefixcache.metrics.prometheus import CacheCollector, render
-from prefixcache.servers.causality import NotCausal, media_are_whole
+from prefixcache.servers.causality import media_are_whole
 from prefixcache.servers.media_inputs import placeholders
 from prefixcache.servers.mlx_lm.lifetime import Ending
 from prefixcache.servers.mlx_vlm import upstream
@@ -61,17 +61,23 @@ def prompts_of(cache: PrefixCache, generator: Any) -> ModelPrompts | None:
         if value is not None:
             log.warning("%s: prompts are neither kept nor hit with it", flag)
             return None
+    try:
+        prompts = _made(cache, generator)
+    except Exception as error:  # such as a model without a language model
+        log.warning("prompts of this model are neither kept nor hit: %s", error)
+        return None
+    log.info("serving %s; RAM budget %s; codec %s", prompts.name, size(cache.stats().ram_limit), cache.codec)
+    return prompts
+
+
+def _made(cache: PrefixCache, generator: Any) -> ModelPrompts:
     model, stand = generator.model, placeholders(generator.config)
     new_layers = upstream.new_layers_of(model)
     let_pictures_attend_behind_a_hit(model)
-    try:
-        whole = bool(stand) and media_are_whole(model, min(stand), new_layers)
-    except NotCausal as error:
-        log.warning("%s", error)
-        return None
+    whole = bool(stand) and media_are_whole(model, min(stand), new_layers)
+    thinks = "</think>" in generator.tokenizer.get_vocab()
     name = _name(generator.model_path, generator.adapter_path)
-    log.info("serving %s; RAM budget %s; codec %s", name, size(cache.stats().ram_limit), cache.codec)
-    return ModelPrompts(cache, name, new_layers, stand, whole=whole)
+    return ModelPrompts(cache, name, new_layers, stand, whole=whole, thinks=thinks)
 
 
 def _name(path: str, adapter: str | None) -> str:

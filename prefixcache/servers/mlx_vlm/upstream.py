@@ -1,4 +1,6 @@
-"""mlx_vlm.server's inside, touched here and nowhere else: each patch says why, and when it goes. Made for mlx-vlm 0.7.10."""
+"""mlx_vlm.server's inside, touched here and nowhere else: each patch says why, and when it goes. Made for mlx-vlm 0.7.10.
+Decision 0055 says why prompts take this way.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ from starlette.routing import Route
 from prefixcache.cache import PrefixCache
 from prefixcache.metrics.prometheus import CONTENT_TYPE
 from prefixcache.servers.mlx_lm.errors import may_be_the_hits
-from prefixcache.servers.mlx_vlm.prompts import ModelPrompts, ServedPrompt
+from prefixcache.servers.mlx_vlm.prompts import ModelPrompts, ServedPrompt, quietly
 from prefixcache.servers.request_schema import RequestRefused
 from prefixcache.servers.salts import Salts, authorization_of
 from prefixcache.servers.web_access import WebAccess
@@ -223,7 +225,8 @@ class VlmGenerator(generation.ResponseGenerator):
     def _arrive(self, request: Any) -> None:
         assert self.prompts is not None
         salt = (request.args.tenant_id or "").encode("latin-1")
-        request.raw_inputs[SERVED] = self.prompts.served(dict(request.raw_inputs), salt)
+        with quietly("a lookup"):
+            request.raw_inputs[SERVED] = self.prompts.served(dict(request.raw_inputs), salt)
 
     def _gpu_embed(self, raw_inputs: dict[str, Any], images: Any = None, apc_semantic_hash: int | None = None) -> Any:
         served = raw_inputs.get(SERVED)
