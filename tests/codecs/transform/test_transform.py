@@ -331,6 +331,19 @@ def test_a_basis_without_windows_as_earlier_releases_made_it_leaves_those_to_tur
     fetched(cache, model, TOKENS)
 
 
+def test_a_row_that_left_its_window_before_it_was_stored_takes_nothing(calibrated):
+    model, cache = calibrated("gemma3_text", disk=False)
+    cache.store(TOKENS[:512], model.prefill(TOKENS[:512], step=20), model=model.identity)
+    found = cache.lookup(TOKENS[:512], model=model.identity, leave=0)
+    assert found is not None
+    (first, second), (window,) = found.blocks, found.blocks[1].windows
+    assert not first.windows
+    rows = window.mask[0].bit_count()
+    assert 31 <= rows <= 51
+    assert window.tensors["z0.heads"].shape == (rows,)
+    assert len(window.tensors["z0.words"]) < len(second.tensors["z1.words"])
+
+
 @pytest.mark.parametrize("left_over", [1, 2])
 def test_groups_and_a_layer_that_is_in_none_are_coded_side_by_side(calibrated, left_over):
     model, cache = calibrated("llama-bf16", left_over=left_over)
