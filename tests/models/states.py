@@ -206,7 +206,8 @@ def windows_of(layers: list[Any]) -> tuple[int | None, ...]:
 @lru_cache(256)
 def by_itself(tokens: tuple[int, ...], codec: str, layers: str, step: int, basis_dir: Path | None = None) -> list[Any]:
     """The rows that an empty cache gives of a prompt once it was stored in these steps: of each layer, part and token."""
-    with PrefixCache(ram=5_000_000, codec=codec, basis_dir=basis_dir) as cache:
+    bases = {} if basis_dir is None else {"basis_dir": basis_dir}
+    with PrefixCache(ram=5_000_000, codec=codec, **bases) as cache:
         stored_in_steps(cache, cache.prompt(list(tokens), model="m"), LAYERS[layers](), 0, step)
         return held(cache.fetch(list(tokens), model="m", leave=0)[0])
 
