@@ -123,14 +123,14 @@ def check_placeholders(ids: np.ndarray, media: Sequence[Media], placeholders: np
         if count < medium.length:
             raise ValueError(
                 f"media[{number}], tokens {medium.start} to {medium.end}: only {count} of them are placeholders of this "
-                "model; give start and length of those that it is put in the place of"
+                "model; give start and length of its placeholders"
             )
         stands[medium.start : medium.end] = False
     if stands.any():
         at = int(stands.argmax())
         raise ValueError(
-            f"token {at} is {int(ids[at])}, a placeholder of this model, and in no medium: name what stands there in media, "
-            "since a key can't tell one picture from another by it"
+            f"token {at} is {int(ids[at])}, a placeholder of this model, and in no medium: give media= what stands there, "
+            "since all pictures have the same placeholder"
         )
 
 
@@ -156,7 +156,7 @@ def chunks(first: int, last: int, step: int = 2048, media: Sequence[Media] = ())
         limit = min(first + step, last)
         end = limit // BLOCK * BLOCK
         end = end if end > first else limit
-        end = outside_whole(media, last_medium if first < last_medium < end else end)
+        end = outside_media(media, last_medium if first < last_medium < end else end)
         if end <= first:
             end = next(medium.end for medium in media if medium.end > first)
             if end > last:
@@ -165,7 +165,7 @@ def chunks(first: int, last: int, step: int = 2048, media: Sequence[Media] = ())
         first = end
 
 
-def outside_whole(media: Sequence[Media], place: int) -> int:
+def outside_media(media: Sequence[Media], place: int) -> int:
     """Return the last place at or before this one that is not inside of a whole medium."""
     number = bisect_left(media, place, key=lambda medium: medium.start) - 1
     if number >= 0 and media[number].whole and place < media[number].end:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from prefixcache import Media, chunks, media_digest
 from prefixcache.keys import PSEUDO_IDS
-from prefixcache.media import as_media, check_placeholders, last_end, outside_whole, rope_delta, with_pseudo_ids
+from prefixcache.media import as_media, check_placeholders, last_end, outside_media, rope_delta, with_pseudo_ids
 
 DIGEST = media_digest("image", b"a")
 PIXELS = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
@@ -76,7 +76,7 @@ def test_a_list_in_order_is_taken_and_any_other_order_refused(spans: tuple[Media
 def test_boundaries_are_outside_of_whole_media_and_nothing_else_moves_them(spans: tuple[Media, ...]) -> None:
     for place in range(spans[-1].end + 3 if spans else 3):
         inside = [medium for medium in spans if medium.whole and medium.start < place < medium.end]
-        assert outside_whole(spans, place) == (inside[0].start if inside else place)
+        assert outside_media(spans, place) == (inside[0].start if inside else place)
         ended = [medium for medium in spans if medium.end <= place]
         assert last_end(spans, place) == max((medium.end for medium in ended), default=0)
         known = [medium for medium in ended if medium.positions is not None]
@@ -89,8 +89,8 @@ def test_chunks_are_gapless_and_end_in_no_whole_medium(spans: tuple[Media, ...],
     for limit in {last, max(last - 1, 0)}:
         bounds = [0, *(end for _, end in chunks(0, limit, step, spans))]
         assert [*chunks(0, limit, step, spans)] == [*pairwise(bounds)]
-        assert bounds[-1] == outside_whole(spans, limit)
-        assert all(outside_whole(spans, end) == end for end in bounds)
+        assert bounds[-1] == outside_media(spans, limit)
+        assert all(outside_media(spans, end) == end for end in bounds)
         for first, end in pairwise(bounds):
             assert 0 < end - first <= step or (first, end) in {(medium.start, medium.end) for medium in spans}
 

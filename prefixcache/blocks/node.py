@@ -161,9 +161,9 @@ class Node:
         return len(self.tokens) == BLOCK_BYTES
 
     @property
-    def is_media_tail(self) -> bool:
-        """Tell whether it stays beside a whole block that begins with it."""
-        return self.tree is not None and self.tree.media_tails and is_media_tail(self.tokens)
+    def stays_beside_whole(self) -> bool:
+        """Tell whether it is a tail that stays when a whole block begins with it: others go on where it ends."""
+        return bool(self.ends) or (self.tree is not None and self.tree.keeps_tail(self.tokens))
 
     @property
     def slots(self) -> Iterator[Slot]:
@@ -189,6 +189,12 @@ class Tree(NamedTuple):
     windows: tuple[Window, ...]
     snapshots: bool
     media_tails: bool = False
+
+    def keeps_tail(self, tokens: bytes) -> bool:
+        """Tell whether a block of these tokens is a tail that stays beside a whole one: it ends with a medium."""
+        if not self.media_tails or len(tokens) == BLOCK_BYTES:
+            return False
+        return int.from_bytes(tokens[-TOKEN_BYTES:], "little", signed=True) >= PSEUDO_IDS
 
 
 class Walk(NamedTuple):
@@ -235,12 +241,6 @@ def covering_rows(snapshot: Slot) -> Slot | None:
         if rows is not None and (covering is None or rows.tick > covering.tick):
             covering = rows
     return covering
-
-
-def is_media_tail(tokens: bytes) -> bool:
-    """Tell whether a block's tokens are a tail's whose last one stands for a part of a medium."""
-    is_tail = len(tokens) < BLOCK_BYTES
-    return is_tail and int.from_bytes(tokens[-TOKEN_BYTES:], "little", signed=True) >= PSEUDO_IDS
 
 
 def common_tokens(a: bytes, b: bytes) -> int:

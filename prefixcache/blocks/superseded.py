@@ -28,7 +28,7 @@ def is_superseded(graph: Graph, slot: Slot, successor: Node, tier: int) -> bool:
     """
     if successor.rows is None or not successor.rows.is_in(tier):
         return False
-    if slot.node is not successor and (slot.node.is_media_tail or slot.node.ends):
+    if slot.node is not successor and slot.node.stays_beside_whole:
         return False
     if slot.kind == ROWS:
         return successor is not slot.node and not graph.has_dependents(slot, tier)

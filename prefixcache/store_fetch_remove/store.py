@@ -18,7 +18,7 @@ from typing import NamedTuple
 from prefixcache.blocks.budget import Reservation
 from prefixcache.blocks.lookup import required_images
 from prefixcache.blocks.masks import extra_of, held_mask, mask_of, window_key
-from prefixcache.blocks.node import BLOCK_BYTES, RAM, SHARED, TURN, Node, Slot, is_media_tail
+from prefixcache.blocks.node import BLOCK_BYTES, RAM, SHARED, TURN, Node, Slot
 from prefixcache.blocks.superseded import superseded_tails
 from prefixcache.image_format import ROWS, SNAPSHOT, WINDOW, Image, Spec
 from prefixcache.keys import BLOCK, TOKEN_BYTES, chain
@@ -267,7 +267,7 @@ class StoreCall:
         no fetch gave them.
         """
         is_computed = self.prompt.terms.whole_blocks and self.prompt.given_rows.tokens <= self._at
-        return is_computed and self._namespace.tree.media_tails and is_media_tail(tokens)
+        return is_computed and self._namespace.tree.keeps_tail(tokens)
 
     def _is_coded(self, tokens: bytes) -> bool:
         """Whether a block's rows are coded: once it is whole, or where a live cache has coded them."""

@@ -18,7 +18,7 @@ from prefixcache.blocks.lookup import hit_depth, pin_leaves, required_images
 from prefixcache.blocks.node import RAM, Node, Slot, Walk
 from prefixcache.blocks.superseded import superseded_tails
 from prefixcache.keys import BLOCK, TOKEN_BYTES, as_tokens, chain
-from prefixcache.media import Media, last_end, outside_whole, rope_delta
+from prefixcache.media import Media, last_end, outside_media, rope_delta
 from prefixcache.tiers.state import Namespace
 from prefixcache.tiers.storage import Storage
 
@@ -131,7 +131,8 @@ class Prompt:
         """
         if self.media and self.media[-1].end > len(self):
             raise ValueError(
-                f"the prompt's {len(self)} tokens end inside {self.media[-1]}: no text comes after it there"
+                f"the prompt's {len(self)} tokens end inside a medium of tokens {self.media[-1].start} to "
+                f"{self.media[-1].end}: give the prompt that has all of it"
             )
         more = as_tokens(tokens)
         given = np.concatenate([self._given_ids(), more]) if self.media else None
@@ -170,7 +171,7 @@ class Prompt:
 
     def outside_media(self, place: int) -> int:
         """Return the last place at or before this one that is not inside a medium whose tokens attend to each other."""
-        return outside_whole(self.media, place)
+        return outside_media(self.media, place)
 
     def end_of_block(self, place: int) -> int:
         """Return the last place at or before this one where a block or a medium ends, outside of whole media."""

@@ -113,7 +113,7 @@ def test_first_and_continued_keep_the_callers_tokens_and_the_media(cache: Prefix
     assert prompt.first(150).media == ()
     cut = prompt.first(151)
     assert (cut.given.tolist(), cut.media) == (tokens[:151], tuple(media))
-    with pytest.raises(ValueError, match="151 tokens end inside Media"):
+    with pytest.raises(ValueError, match="151 tokens end inside a medium of tokens 150 to"):
         cut.continued([1])
 
 
