@@ -175,11 +175,11 @@ def tokens_of(tokenizer: Any, prompt: WarmPrompt, chat_template_args: dict[str, 
     What a template makes of the day or the hour is no one's to share.
     """
     if prompt.messages and prompt.messages[-1]["role"] in USER_FOLLOWS:
-        return common_prefix(next_requests(tokenizer, prompt, chat_template_args))
+        return common_beginning(next_requests(tokenizer, prompt, chat_template_args))
     with _refusals_of(prompt):
         if prompt.text:
             whole = list(tokenizer.encode(prompt.text))
-            return common_prefix([whole[:-1], *(list(tokenizer.encode(prompt.text + more)) for more in NEXT)])
+            return common_beginning([whole[:-1], *(list(tokenizer.encode(prompt.text + more)) for more in NEXT)])
         return _without_thought_tail(tokenizer, _render(tokenizer, prompt, chat_template_args))
 
 
@@ -231,7 +231,7 @@ def _without_thought_tail(tokenizer: Any, request: list[int]) -> list[int]:
     return request[:-1]
 
 
-def common_prefix(sequences: Iterable[list[int]]) -> list[int]:
+def common_beginning(sequences: Iterable[list[int]]) -> list[int]:
     """Return the tokens with which all of them begin: those that the least and the greatest share."""
     ordered = sorted(sequences)
     pairs = zip(ordered[0], ordered[-1], strict=False)

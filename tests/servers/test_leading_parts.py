@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mlx_lm.utils import load_tokenizer
 
 from prefixcache.keys import BLOCK, as_tokens, common_prefix
-from prefixcache.servers.mlx_lm.leading_parts import REMEMBERED, LeadingParts, segments_at, system_end
+from prefixcache.servers.mlx_lm.leading_parts import REMEMBERED, LeadingEnds, LeadingParts, segments_at, system_end
 from tests.servers.serving import TINY, Message, text
 from tests.servers.test_serve_answers import TEMPLATE
 
@@ -37,7 +37,7 @@ def tokenize(template: str, tools: Any, messages: list[Message]) -> list[int]:
     return TOKENIZER.apply_chat_template(messages, tools=tools, chat_template=template, add_generation_prompt=True)
 
 
-def ends_of(template: str, messages: list[Message], parts: LeadingParts, tools: Any = TOOLS) -> list[int]:
+def ends_of(template: str, messages: list[Message], parts: LeadingParts, tools: Any = TOOLS) -> LeadingEnds:
     tokens = as_tokens(tokenize(template, tools, messages) if template != RAISES else [1] * 600)
     return parts.ends(tokens, messages, (template, tools), partial(tokenize, template, tools))
 
@@ -47,8 +47,8 @@ def test_chats_with_the_same_tools_are_the_same_up_to_there(one, other):
     parts = LeadingParts()
     ends = [ends_of(TEMPLATE, chat, parts) for chat in (one, other)]
     tokens = [as_tokens(tokenize(TEMPLATE, TOOLS, chat)) for chat in (one, other)]
-    assert ends[0][0] % BLOCK == 0
-    assert 512 <= ends[0][0] == ends[1][0] <= common_prefix(*tokens)
+    assert ends[0].tools % BLOCK == 0
+    assert 512 <= ends[0].tools == ends[1].tools <= common_prefix(*tokens)
     assert ends_of(TEMPLATE, one, parts) == ends[0]
 
 
@@ -69,7 +69,7 @@ def test_chats_with_the_same_system_text_are_the_same_up_to_its_end(system, one,
 
 @pytest.mark.parametrize("template", [LAST, RAISES])
 def test_there_is_none_where_tools_come_later_or_the_template_refuses_others(template):
-    assert ends_of(template, [{"role": "user", "content": "hello"}], LeadingParts()) == [0]
+    assert ends_of(template, [{"role": "user", "content": "hello"}], LeadingParts()) == (0, 0)
 
 
 def test_tools_are_rendered_once_for_all_chats_until_many_others_came():
@@ -80,7 +80,7 @@ def test_tools_are_rendered_once_for_all_chats_until_many_others_came():
         return [1] * 300
 
     def find(number: int) -> int:
-        return parts.ends(as_tokens([1] * 600), chat, (number,), lambda messages: rendered_for(number))[0]
+        return parts.ends(as_tokens([1] * 600), chat, (number,), lambda messages: rendered_for(number)).tools
 
     assert [find(0) for _ in range(3)] == [256] * 3
     for number in range(REMEMBERED):

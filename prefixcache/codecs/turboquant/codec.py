@@ -220,9 +220,7 @@ class TurboQuant:
         chosen = {field.name: getattr(self, field.name) for field in fields(self)}
         chosen["layers"] = {str(i): None if bits is None else list(_pair(bits)) for i, bits in self.layers.items()}
         if self.state_bits == STATE_BITS:
-            del chosen[
-                "state_bits"
-            ]  # what is usual goes without saying, so that models without such state keep their names
+            del chosen["state_bits"]  # so that models without such state keep their names
         return {"name": "turboquant", "version": 2, **chosen}
 
     def row_codec(self, stream: Stream) -> RowCodec:
@@ -243,8 +241,10 @@ class TurboQuant:
             keys_and_values = None
         for index in (stream.layer - stream.layers, stream.layer):
             keys_and_values = self.layers.get(index, keys_and_values)
-        if keys_and_values is None or stream.part == "state":
-            return None if keys_and_values is None else self.state_bits
+        if keys_and_values is None:
+            return None
+        if stream.part == "state":
+            return self.state_bits
         return _pair(keys_and_values)[stream.part == "values"]
 
     def __str__(self) -> str:
@@ -256,9 +256,8 @@ class TurboQuant:
             said.append(f"layer {layer} raw" if bits is None else "layer {} k{} v{}".format(layer, *_pair(bits)))
         said += [f"seed {self.seed}"] * (self.seed > 0)
         said += ["with latents"] * (not self.raw_latents)
-        said += ["state raw" if self.state_bits is None else f"state {self.state_bits}"] * (
-            self.state_bits != STATE_BITS
-        )
+        if self.state_bits != STATE_BITS:
+            said.append("state raw" if self.state_bits is None else f"state {self.state_bits}")
         return " ".join(said)
 
 

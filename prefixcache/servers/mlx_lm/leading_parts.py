@@ -11,7 +11,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from itertools import accumulate, pairwise, takewhile
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,6 +27,13 @@ SYSTEM = "system"  # mlx-lm's kind of a segment that is tools and system text
 Tokenize = Callable[[list[Message]], Any]
 
 
+class LeadingEnds(NamedTuple):
+    """After how many tokens of a prompt its leading parts end, 0 where it has none."""
+
+    tools: int
+    system: int
+
+
 class LeadingParts:
     """Knows what chats with the same tools, or the same tools and system text, begin with. Thread-safe."""
 
@@ -36,14 +43,14 @@ class LeadingParts:
 
     def ends(
         self, tokens: np.ndarray, messages: list[Message], terms: tuple[Any, ...], tokenize: Tokenize
-    ) -> list[int]:
+    ) -> LeadingEnds:
         """Return the end of the last block of a prompt with which all chats of these `terms` begin (JSON: model, tools,
         options of the template), and the end of its system text. `tokenize` gives the tokens of other messages with them.
         """
         leading = list(takewhile(lambda message: message["role"] == "system", messages))
         others: list[Message] = [{"role": "system", "content": OTHER}] if leading else []
-        ends = [self._common(tokens, others, terms, tokenize) // BLOCK * BLOCK]
-        return [*ends, self._common(tokens, leading, terms, tokenize)] if leading else ends
+        tools_end = self._common(tokens, others, terms, tokenize) // BLOCK * BLOCK
+        return LeadingEnds(tools_end, self._common(tokens, leading, terms, tokenize) if leading else 0)
 
     def _common(self, tokens: np.ndarray, leading: list[Message], terms: tuple[Any, ...], tokenize: Tokenize) -> int:
         """Return how many tokens a prompt shares with another chat that begins with these messages."""

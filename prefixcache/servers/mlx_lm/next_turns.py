@@ -13,14 +13,12 @@ import numpy as np
 import psutil
 
 from prefixcache.keys import as_tokens, common_prefix
-from prefixcache.servers.keeping import Keeping
 from prefixcache.servers.mlx_lm.generator import Generator
 from prefixcache.servers.mlx_lm.idle_work import Check
+from prefixcache.servers.mlx_lm.prompt_tokenizer import by_own_template
 from prefixcache.servers.mlx_lm.provider import LoadedModel
 from prefixcache.servers.mlx_lm.upstream import Completion, has_images
-from prefixcache.servers.request_schema import TEMPLATE
-from prefixcache.servers.warm_prompts import BadPrompt, WarmPrompt, WarmSequence, next_requests
-from prefixcache.servers.warm_prompts import common_prefix as common_to_all
+from prefixcache.servers.warm_prompts import BadPrompt, WarmPrompt, WarmSequence, common_beginning, next_requests
 from prefixcache.servers.warming import Step, warm_sequences
 from prefixcache.tiers.prompt import Prompt
 
@@ -61,11 +59,8 @@ class NextTurn:
     ):
         self.request, self.chats, self.loaded, self._run = request, chats, loaded, run
         self.wanted = True
-        log = request.request_log
-        self.answered = [
-            *log.prompt,
-            *log.tokens[:-1],
-        ]  # what the model was given of prompt and answer, and so is stored
+        told = request.request_log
+        self.answered = [*told.prompt, *told.tokens[:-1]]  # what the model was given of them, and so is stored
         self.beginning: list[int] = []  # the tokens that the turn begins with, once they are known
 
     def run(self, check: Check) -> None:
@@ -103,13 +98,10 @@ class NextTurns:
     def add(self, request: Any, completion: Completion) -> None:
         """Have the turn computed that will follow this request, which has its answer. Called on its client's thread."""
         args = completion.prompt_arguments
-        loaded, keeping = self._generator.model_provider.loaded_as(args.model), getattr(request, "keeping", Keeping())
-        options = args.chat_template_kwargs or {}
-        if not self._enabled or loaded is None or not keeping.stored or not request.request_log.tokens:
+        loaded = self._generator.model_provider.loaded_as(args.model)
+        if not self._enabled or loaded is None or not request.keeping.stored or not request.request_log.tokens:
             return
-        if request.request_type != "chat" or not loaded.tokenizer.has_chat_template:
-            return
-        if TEMPLATE in options or has_images(request):
+        if not by_own_template(loaded, request, args) or has_images(request):
             return
         answers = completion.told.sent_back(request.messages)
         chats = [
@@ -118,16 +110,17 @@ class NextTurns:
                 (*request.messages, answer),
                 tuple(request.tools or ()),
                 salt=request.salt,
-                chat_template_kwargs=options,
+                chat_template_kwargs=args.chat_template_kwargs or {},
             )
             for answer in answers
         ]
         turn = NextTurn(request, chats, loaded, self._compute)
         with self._lock:
             going_on = [other for other in self._waiting if other.wanted and not other.is_followed_by(request)]
+            kept = going_on[1 - WAITING :]
             for other in self._waiting:
-                other.wanted = other in going_on[1 - WAITING :]
-            self._waiting = [*going_on[1 - WAITING :], turn]
+                other.wanted = other in kept
+            self._waiting = [*kept, turn]
         self._generator.idle.add(turn)
 
     # -- on the thread that generates ---------------------------------------------------------------------------------
@@ -155,12 +148,11 @@ class NextTurns:
             start, end = step.done if start < 0 else start, step.done
             check()
 
-        session = getattr(turn.request, "keeping", Keeping()).session
         try:
             warm_sequences(
                 self._cache,
                 lambda: provider.nets,
-                [WarmSequence(turn.beginning, turn.request.salt, session, LABEL)],
+                [WarmSequence(turn.beginning, turn.request.salt, turn.request.keeping.session, LABEL)],
                 model=prompt.model,
                 prefill_step_size=min(CHUNK, provider.cli_args.prefill_step_size),
                 progress=progress,
@@ -190,7 +182,7 @@ class NextTurns:
         except BadPrompt as error:
             log.debug("no next turn: %s", error)
             return []
-        return common_to_all(requests)
+        return common_beginning(requests)
 
     def _count_hit(self, prompt: Prompt, depth: int) -> None:
         """Hear how many tokens of a prompt a hit gave. What it gave of a turn is counted once."""

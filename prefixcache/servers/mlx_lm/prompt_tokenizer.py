@@ -83,7 +83,7 @@ class PromptTokenizer:
         loaded = self._provider.loaded_as(args.model)
         if request.request_type != "chat":
             return Part(TEXT)
-        if loaded is None or not loaded.tokenizer.has_chat_template or _brings_template(args) or has_images(request):
+        if loaded is None or not by_own_template(loaded, request, args) or has_images(request):
             return Part(UNKNOWN)
         chat = TemplateChat(for_template(request.messages, loaded.roles, images=False), request.tools)
         arguments = {**self._provider.cli_args.chat_template_args, **(args.chat_template_kwargs or {})}
@@ -134,15 +134,14 @@ class PromptTokenizer:
         tokens = as_tokens(tokenized[0])
         if not len(tokens):  # the loop would die of it
             raise RequestRefused("the prompt has no tokens: give some text")
-        is_chat = request.request_type == "chat" and loaded.tokenizer.has_chat_template
-        if is_chat and not (_brings_template(args) or has_images(request)):
+        if by_own_template(loaded, request, args) and not has_images(request):
 
             def tokenize(others: list[Message]) -> Any:
                 return self._by_mlx_lm(tokenizer, replace(request, messages=others, tools=tools), args)[0]
 
             terms = (loaded.key, tools, args.chat_template_kwargs)
-            tools_end, *system_end = self._leading.ends(tokens, messages, terms, tokenize)
-            tokenized = segments_at(tokenized, system_end if self._provider.sliceable else [tools_end, *system_end])
+            ends = self._leading.ends(tokens, messages, terms, tokenize)
+            tokenized = segments_at(tokenized, [ends.system] if self._provider.sliceable else ends)
         tokenized, rewritten = self._as_written(loaded, request, args, tokenized)
         room_for(len(tokenized[0]), loaded.context)
         return tokenized, rewritten
@@ -155,8 +154,7 @@ class PromptTokenizer:
 
     def _as_written(self, loaded: LoadedModel, request: Any, args: Any, tokenized: Any) -> tuple[Any, bool]:
         """Return what mlx-lm's `_tokenize` gave with the answers in it as they are stored, and whether any is another."""
-        is_chat = request.request_type == "chat" and loaded.tokenizer.has_chat_template and not _brings_template(args)
-        if not is_chat or vision_of(tokenized) is not None:
+        if not by_own_template(loaded, request, args) or vision_of(tokenized) is not None:
             return tokenized, False
         try:
             written = self.written(loaded, request, tokenized[0])
@@ -186,6 +184,11 @@ def check_sampling(args: Any, size: int) -> None:
     for token in args.logits.logit_bias or ():
         if not 0 <= token < size:
             raise RequestRefused(f"logit_bias of token {token}: the model has tokens 0 to {size - 1}")
+
+
+def by_own_template(loaded: LoadedModel, request: Any, args: Any) -> bool:
+    """Tell whether a request is a chat, and its model's own template renders it."""
+    return request.request_type == "chat" and loaded.tokenizer.has_chat_template and not _brings_template(args)
 
 
 def _brings_template(args: Any) -> bool:

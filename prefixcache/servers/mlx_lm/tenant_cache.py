@@ -116,7 +116,7 @@ class TenantPromptCache(TieredPromptCache):
         return prompt_cache, tokens[len(tokens) - len(rest) :]
 
     def _note_hit(self, request: TokenizedRequest, hit: int) -> None:
-        """Note where a request that hit little parted from what is stored, before it is stored itself."""
+        """Tell who counts hits of this one; of a request that hit little note where it parted, before it is stored itself."""
         try:
             self.heard_hit(request.prompt, hit)
             if request.answers is not None and hit < self.cache.settings.cold_below * (len(request.prompt) - 1):

@@ -63,9 +63,7 @@ def reusing(encode: Callable[..., mx.array]) -> Callable[..., mx.array]:
         whole = functools.partial(encode, self, request, cache)
         if cache is None or not isinstance(self.prefix_cache, TieredPrefixCache):
             return whole()
-        if (
-            0 < self.max_kv_size < request.input_ids.size
-        ):  # in parts, tokens would see others of the window than at once
+        if 0 < self.max_kv_size < request.input_ids.size:  # in parts, tokens would see more of the window than at once
             return whole()
         try:
             prefill = MediaPrefill(self, request, cache)
