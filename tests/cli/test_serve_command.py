@@ -101,6 +101,14 @@ def test_the_help_names_its_own_flags_and_leads_to_mlx_lms(call):
         (["--draft-model", "/no/draft"], "--draft-model /no/draft: no such folder"),
         (["--ssd-dir", "pyproject.toml/x"], "pyproject.toml/x': Not a directory"),
         (["--vlm", "--exact-prefill"], "--exact-prefill with --vlm: not for mlx_vlm.server; leave it out"),
+        (["--vlm", "--no-canonical"], "--no-canonical with --vlm: not for mlx_vlm.server; leave it out"),
+        (
+            ["--vlm", "--reload"],
+            "--reload with --vlm: the process that it starts would have no PrefixCache; leave it out",
+        ),
+        (["--vlm", "--port", "99999"], "--host 127.0.0.1 --port 99999: "),
+        (["--vlm", "--host", "no.invalid"], "--host no.invalid --port 0: "),
+        (["--vlm", "--model", "/tmp/no"], "--model /tmp/no: no such folder; give one or a Hugging Face name"),
         (["--vlm", "--grace", "1"], "--grace with --vlm: not for mlx_vlm.server; leave it out"),
     ],
 )

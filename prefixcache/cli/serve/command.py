@@ -127,6 +127,7 @@ def _check_vlm(*given: Any) -> None:
     for options in given:
         for flag, value in flags_of(options).items():
             if flag not in OF_VLM and value != flags_of(type(options)())[flag]:
+                flag = flag if value is not False else flag.replace("--", "--no-", 1)
                 raise ValueError(f"{flag} with --vlm: not for mlx_vlm.server; leave it out")
 
 

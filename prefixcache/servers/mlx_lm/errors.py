@@ -12,6 +12,12 @@ class ServeError(Exception):
     """The server can't be started as asked. The text is one line: what is wrong, and what to do."""
 
 
+def no_address(host: str, port: int, error: OSError | OverflowError) -> ServeError:
+    """Return the ServeError for an address that a server can't have."""
+    reason = getattr(error, "strerror", None) or str(error).rstrip(".")
+    return ServeError(f"--host {host} --port {port}: {reason}; give another, or stop what uses it")
+
+
 class RankFailed(BaseException):
     """A rank can't go on, so none can. It ends the thread that generates, whose loop takes an Exception for a request's."""
 

@@ -38,7 +38,7 @@ from prefixcache.servers.mlx_lm.connections import (
     TimedReader,
     drain,
 )
-from prefixcache.servers.mlx_lm.errors import ServeError
+from prefixcache.servers.mlx_lm.errors import no_address
 from prefixcache.servers.mlx_lm.generator import Generator
 from prefixcache.servers.mlx_lm.next_turns import NextTurns
 from prefixcache.servers.mlx_lm.options import ServeOptions
@@ -361,8 +361,7 @@ class HttpServer(ThreadingHTTPServer):
             self.address_family, _, _, _, address = addresses[0]
             super().__init__((str(address[0]), port), Handler)
         except (OSError, OverflowError) as error:
-            reason = getattr(error, "strerror", None) or str(error).rstrip(".")
-            raise ServeError(f"--host {host} --port {port}: {reason}; give another, or stop what uses it") from None
+            raise no_address(host, port, error) from None
         self.web = WebAccess.of(host, str(self.server_address[0]), allowed_hosts, origins)
 
     def process_request(self, request: Any, client_address: Any) -> None:

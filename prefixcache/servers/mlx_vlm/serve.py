@@ -17,6 +17,8 @@ from prefixcache.identity import model_identity, nameless
 from prefixcache.metrics.prometheus import CacheCollector, render
 from prefixcache.servers.causality import media_are_whole
 from prefixcache.servers.media_inputs import placeholders
+from prefixcache.servers.mlx_lm.arguments import Flags, check_model
+from prefixcache.servers.mlx_lm.errors import ServeError, no_address
 from prefixcache.servers.mlx_lm.lifetime import Ending
 from prefixcache.servers.mlx_vlm import upstream
 from prefixcache.servers.mlx_vlm.prompts import ModelPrompts
@@ -34,11 +36,11 @@ def serve(settings: Settings, flags: Sequence[str], salts: Salts, allowed_hosts:
     """Run mlx_vlm.server with these flags of its own until a signal ends it. Call it on the main thread.
 
     `salts`: whose a request's prompts are. `allowed_hosts`: names of the server beside those that it is bound to. Raises
-    ValueError or `ssd.DirectoryError` when it can't start.
+    ServeError, ValueError or `ssd.DirectoryError` when it can't start.
     """
     own, others = _read_own(flags)
-    address = socket.getaddrinfo(own.host, None, type=socket.SOCK_STREAM)[0][4][0]
-    access = WebAccess.of(own.host, str(address), allowed_hosts, filter(None, own.allowed_origins.split(",")))
+    address = _checked_address(own.host, others)
+    access = WebAccess.of(own.host, address, allowed_hosts, filter(None, own.allowed_origins.split(",")))
     with Ending(), PrefixCache(settings) as cache:
         manager = upstream.Manager(cache, partial(prompts_of, cache))
         rules = upstream.Rules(replace(salts, remedy=TENANT), access, lambda: render(CacheCollector(cache)))
@@ -53,6 +55,29 @@ def _read_own(flags: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--allowed-origins", default="")
     return parser.parse_known_args(flags)
+
+
+def _checked_address(host: str, flags: Sequence[str]) -> str:
+    """Return the address of a host. ServeError where it can't be had, and for flags with which mlx-vlm could not start, or
+    would in a process of its own.
+    """
+    parser = Flags()
+    for flag in ("--model", "--draft-model", "--adapter-path"):
+        parser.add_argument(flag)
+    parser.add_argument("--port", type=int, default=upstream.PORT)
+    parser.add_argument("--reload", action="store_true")
+    asked, _ = parser.parse_known_args(flags)
+    if asked.reload:
+        raise ServeError("--reload with --vlm: the process that it starts would have no PrefixCache; leave it out")
+    check_model(asked)
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, asked.port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as trial:
+            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            trial.bind((address[0], asked.port, *address[2:]))  # getaddrinfo cuts a port that is too large
+    except (OSError, OverflowError) as error:
+        raise no_address(host, asked.port, error) from None
+    return str(address[0])
 
 
 def prompts_of(cache: PrefixCache, generator: Any) -> ModelPrompts | None:

@@ -33,6 +33,7 @@ from prefixcache.upstream import in_temporal_order
 
 app = sys.modules["mlx_vlm.server.app"]  # the package has an object of the same name
 
+PORT: int = cli.DEFAULT_SERVER_PORT
 SERVED = "_prefixcache_served"  # under this name a request's inputs, and later its sequence, have its ServedPrompt
 FEATURES, THEIR_PLACES = "deepstack_visual_embeds", "visual_pos_masks"
 Embed = Callable[[int], dict[str, Any]]
