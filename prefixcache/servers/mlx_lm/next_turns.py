@@ -68,7 +68,7 @@ class NextTurn:
         self.wanted = False
 
     def fail(self, error: Exception) -> None:
-        pass
+        """Leave it: who comes next computes it."""
 
     def is_followed_by(self, request: Any) -> bool:
         """Tell whether a request goes on from the one before this turn."""
