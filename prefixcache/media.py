@@ -81,7 +81,7 @@ def media_digest(kind: str, data: Any, settings: str = "") -> bytes:
         if isinstance(part, (bytes, bytearray, memoryview)):
             content, about = bytes(part), ["bytes"]
         elif hasattr(part, "dtype") and hasattr(part, "shape"):
-            array = np.ascontiguousarray(part)
+            array = _contiguous(part)
             if array.dtype.hasobject:
                 raise TypeError(f"media_digest: an array of dtype {array.dtype}: give numbers")
             content, about = array.tobytes(), [array.dtype.str, list(np.shape(part))]
@@ -94,10 +94,19 @@ def media_digest(kind: str, data: Any, settings: str = "") -> bytes:
     return digest.digest()
 
 
+def _contiguous(part: Any) -> np.ndarray:
+    try:
+        return np.ascontiguousarray(part)
+    except ValueError as error:  # MLX's bfloat16
+        raise TypeError(f"media_digest: an array of dtype {part.dtype}: give it as float32 ({error})") from None
+
+
 def as_media(media: Iterable[Media], tokens: int) -> tuple[Media, ...]:
     """Return the media of a prompt of so many tokens. Raise TypeError for what is no Media, ValueError where they overlap,
     are not in order, or are not in the prompt.
     """
+    if isinstance(media, Media):
+        raise TypeError("media of type Media: give a list of them")
     spans, end = tuple(media), 0
     for number, medium in enumerate(spans):
         if not isinstance(medium, Media):
@@ -149,8 +158,10 @@ def chunks(first: int, last: int, step: int = 2048, media: Sequence[Media] = ())
     whole blocks in the prompt cache as a fetch gives them. The last one ends at `last`. With `step=256` a block is always
     computed on the same rows, wherever a hit ended. None ends inside a whole medium of `media`: one that is longer than
     `step` is a chunk by itself, and where `last` is inside one, the last chunk ends before it. One ends with the last medium:
-    what is stored there serves who asks something else about it.
+    what is stored there serves who asks something else about it. Raises ValueError for a step below 1.
     """
+    if step < 1:
+        raise ValueError(f"chunks: step={step}: give a number of tokens, 1 or more")
     last_medium = last_end(media, last)
     while first < last:
         limit = min(first + step, last)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import mlx.core as mx
 import numpy as np
 import pytest
 from hypothesis import given
@@ -56,6 +57,11 @@ def test_a_digest_is_that_of_equal_arrays_whatever_their_memory() -> None:
 def test_data_that_no_encoder_is_given_is_refused(data: object) -> None:
     with pytest.raises(TypeError, match="media_digest: "):
         media_digest("image", data)
+
+
+def test_an_array_that_numpy_cant_have_is_refused_with_what_to_give() -> None:
+    with pytest.raises(TypeError, match=r"media_digest: an array of dtype mlx.core.bfloat16: give it as float32"):
+        media_digest("image", mx.zeros((2, 2), mx.bfloat16))
 
 
 @given(lists_of_media())
@@ -141,6 +147,14 @@ def test_a_medium_that_can_t_be_is_refused_by_name(values: dict[str, object], er
 def test_what_is_no_medium_is_refused() -> None:
     with pytest.raises(TypeError, match=r"media\[0\] of type tuple"):
         as_media([(0, 4, DIGEST)], 4)  # type: ignore[list-item]
+    with pytest.raises(TypeError, match=r"media of type Media: give a list of them"):
+        as_media(Media(0, 4, DIGEST), 4)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("step", [0, -256])
+def test_chunks_of_no_tokens_are_refused(step: int) -> None:
+    with pytest.raises(ValueError, match=f"chunks: step={step}: give a number of tokens, 1 or more"):
+        next(chunks(0, 10, step))
 
 
 @given(lists_of_media(), st.data())
