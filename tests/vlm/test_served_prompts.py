@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from prefixcache import PrefixCache
 from prefixcache.servers.mlx_vlm.prompts import ServedPrompt
 from tests.vlm import folders
-from tests.vlm.generators import Question, ask, at_once, begin, generating
+from tests.vlm.generators import Answer, Question, ask, at_once, begin, generating
 from tests.waiting import until
 
 TEXT = "Describe what you see, and what you do not see. " * 9
@@ -228,6 +228,18 @@ def test_a_hit_that_the_model_fails_on_is_deleted_and_its_prompt_computed(genera
     assert ask(generator, question).tokens == right.tokens
     assert failed
     assert ask(generator, question).hit > 0
+
+
+def test_of_a_model_that_takes_prompts_as_a_whole_nothing_is_kept(plain, monkeypatch, caplog):
+    folder, right = plain
+    question = Question((0, "One?"))
+    expected = right(question)
+    with PrefixCache(ram="200MB") as cache:
+        monkeypatch.setattr("prefixcache.servers.mlx_vlm.upstream.takes_chunks", lambda model: False)
+        with generating(folder, cache) as generator:
+            assert [ask(generator, question) for _ in range(2)] == [Answer(expected, 0)] * 2
+        assert cache.stats().counters.stores == 0
+    assert "takes prompts as a whole" in caplog.text
 
 
 def test_tenants_hit_nothing_of_each_other(generator):

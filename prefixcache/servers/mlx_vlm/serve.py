@@ -15,7 +15,7 @@ from prefixcache.byte_sizes import size
 from prefixcache.cache import PrefixCache
 from prefixcache.identity import model_identity, nameless
 from prefixcache.metrics.prometheus import CacheCollector, render
-from prefixcache.servers.causality import media_are_whole
+from prefixcache.servers.causality import NotCausal, media_are_whole
 from prefixcache.servers.media_inputs import placeholders
 from prefixcache.servers.mlx_lm.arguments import Flags, check_model
 from prefixcache.servers.mlx_lm.errors import ServeError, no_address
@@ -96,6 +96,9 @@ def prompts_of(cache: PrefixCache, generator: Any) -> ModelPrompts | None:
 
 
 def _made(cache: PrefixCache, generator: Any) -> ModelPrompts:
+    """Make it. Raises an exception for a model whose prompts can't be hit."""
+    if not upstream.takes_chunks(generator.model):
+        raise NotCausal(f"{generator.config.model_type}: it takes prompts as a whole")
     model, stand = generator.model, placeholders(generator.config)
     new_layers = upstream.new_layers_of(model)
     let_pictures_attend_behind_a_hit(model)

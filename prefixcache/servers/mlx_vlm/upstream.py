@@ -240,7 +240,7 @@ class VlmGenerator(generation.ResponseGenerator):
         whole = served.inputs
         _, given = super()._gpu_embed(served.behind(depth), images)
         positions = getattr(self.model.language_model, "get_rope_index", None)
-        if depth and positions is not None:
+        if depth and positions is not None and given.get("position_ids") is not None:
             grids = (whole.get("image_grid_thw"), whole.get("video_grid_thw"))
             of_all, given["rope_deltas"] = positions(whole["input_ids"], *grids, whole.get("attention_mask"))
             given["position_ids"] = of_all[..., depth:]
@@ -265,6 +265,11 @@ class Manager:
 
     def close(self) -> None:
         """Do nothing: the PrefixCache outlives a model."""
+
+
+def takes_chunks(model: Any) -> bool:
+    """Return whether a prompt of this model can be computed in chunks, and so behind a hit."""
+    return not any(getattr(part, "no_chunked_prefill", False) for part in (model, model.language_model))
 
 
 def new_layers_of(model: Any) -> Callable[[], list[Any]]:
