@@ -153,6 +153,20 @@ def test_another_question_about_the_same_picture_hits_all_of_it(generator):
     assert length(generator, Question((TEXT, 0))) - 8 <= ask(generator, another).hit < length(generator, another)
 
 
+def test_what_is_asked_about_a_picture_is_answered_as_on_an_empty_cache(plain):
+    """With a lossy codec, too: the rows up to the picture's end stay as they were computed."""
+    asked = [Question((TEXT, TEXT, 0, text)) for text in ("One?", "Another?", "And this?")]
+    with PrefixCache(ram="200MB", codec="turboquant:4") as cache, generating(plain[0], cache) as generator:
+        cold = []
+        for question in asked:
+            cold.append(ask(generator, question).tokens)
+            cache.clear()
+        warm = [ask(generator, question) for question in asked]
+        if not generator.prompts.is_recurrent:  # such go on inside a coded block
+            assert [answer.tokens for answer in warm] == cold
+        assert min(answer.hit for answer in warm[1:]) >= length(generator, Question((TEXT, TEXT, 0))) - 8
+
+
 def test_other_pictures_are_missed(generator):
     """What is hit ends where the pictures do not agree, though all of the tokens do."""
     first = ask(generator, Question((TEXT, TEXT, 0, 1, "One?")))
