@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import json
 import random
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,9 @@ from prefixcache.image_format import Spec
 from tests.models import states
 
 from .directories import LIMIT, Parts, copy, parts_of, put_image, remove, rows_of, settled
+
+# NumPy's warnings of numbers that are none would reach a server's log.
+pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
 
 Change = Callable[[dict[str, Any], dict[str, np.ndarray]], None]  # of what the header says, and of tensors
 TOKENS = [5000 + i for i in range(300)]
@@ -42,14 +44,6 @@ def coded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def root(coded: Path, tmp_path: Path) -> Path:
     """A copy to damage."""
     return copy(coded, tmp_path / "copy")
-
-
-@pytest.fixture(autouse=True)
-def strict() -> Iterator[None]:
-    """NumPy's warnings of numbers that are none would reach a server's log."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", RuntimeWarning)
-        yield
 
 
 def opened(root: Path) -> PrefixCache:

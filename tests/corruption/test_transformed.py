@@ -5,8 +5,7 @@ an error out of a fetch or a store, nor other shapes.
 from __future__ import annotations
 
 import random
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import mlx.core as mx
@@ -21,6 +20,9 @@ from tests.models import states
 from tests.models.transforming import Tiny, prompt, tiny
 
 from .directories import Parts, copy, parts_of, put_image, remove, rows_of, settled
+
+# NumPy's warnings of numbers that are none would reach a server's log.
+pytestmark = pytest.mark.filterwarnings("error::RuntimeWarning")
 
 Tensors = dict[str, np.ndarray]
 Change = Callable[[Tensors], dict[str, np.ndarray | None]]
@@ -48,14 +50,6 @@ def transformed(model: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def root(transformed: Path, tmp_path: Path) -> Path:
     """A copy to damage."""
     return copy(transformed, tmp_path / "copy") / "ssd"
-
-
-@pytest.fixture(autouse=True)
-def strict() -> Iterator[None]:
-    """NumPy's warnings of numbers that are none would reach a server's log."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", RuntimeWarning)
-        yield
 
 
 def opened(root: Path) -> PrefixCache:
