@@ -11,11 +11,12 @@ import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import requests
 
-from prefixcache.servers.mlx_vlm.upstream import run
+from prefixcache.servers.mlx_vlm.upstream import RequestQueue, VlmGenerator, run
 from tests.servers.serving import SECONDS, Server, wait_for
 from tests.vlm import folders
 from tests.vlm.generators import picture
@@ -189,3 +190,13 @@ def test_a_request_without_a_salt_is_refused_where_one_is_required(serving):
         assert "no salt, and this server needs one: send the header `X-Tenant-Id: ...`" in done.text
         assert "400:" not in done.text
     assert server.ask("Hello", **{"X-Tenant-Id": "a"})[1] == 0
+
+
+def test_a_request_whose_model_leaves_while_it_waits_is_refused():
+    """Nobody would take it from the queue, and its client would wait for ever."""
+    generator = object.__new__(VlmGenerator)
+    generator._stop, generator.prompts = False, SimpleNamespace(served=lambda *_: setattr(generator, "_stop", True))
+    queue = RequestQueue(generator._arrive)
+    with pytest.raises(RuntimeError, match="unloaded while the request waited; ask again"):
+        queue.put(SimpleNamespace(args=SimpleNamespace(tenant_id=None), raw_inputs={}))
+    assert queue.empty()

@@ -228,6 +228,8 @@ class VlmGenerator(generation.ResponseGenerator):
         salt = (request.args.tenant_id or "").encode("latin-1")
         with quietly("a lookup"):
             request.raw_inputs[SERVED] = self.prompts.served(dict(request.raw_inputs), salt)
+        if self._stop:
+            raise RuntimeError("the model was unloaded while the request waited; ask again")
 
     def _gpu_embed(self, raw_inputs: dict[str, Any], images: Any = None, apc_semantic_hash: int | None = None) -> Any:
         served = raw_inputs.get(SERVED)
