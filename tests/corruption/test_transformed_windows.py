@@ -28,7 +28,7 @@ CHANGES["rows as they are"] = lambda t: {  # of 256 channels of float32
     HEADS: np.full_like(t[HEADS], 0xFFFF),
     WORDS: random_words(0, len(t[HEADS]) * 512),
 }
-strict = test_transformed.strict
+pytestmark = test_transformed.pytestmark
 
 
 @pytest.fixture(scope="module")

@@ -32,7 +32,7 @@ from prefixcache.layers.image_layout import Plan, read
 from prefixcache.layers.joined import DamagedBlock, decode_joined
 from prefixcache.layers.joined_windows import CodedWindow
 from prefixcache.layers.joined_windows import coded_window as coded_window_of
-from prefixcache.media import Media, as_media, check_placeholders, chunks, outside_whole, with_pseudo_ids
+from prefixcache.media import Media, as_media, check_placeholders, chunks, outside_media, with_pseudo_ids
 from prefixcache.ssd import Entry
 from prefixcache.ssd.directory import Directory
 from prefixcache.ssd.errors import DirectoryError, IndexBroken
@@ -276,7 +276,7 @@ def media(data: bytes) -> None:
     assert (keyed[~inside] == ids[~inside]).all()
     assert (keyed[inside] >= PSEUDO_IDS).all()
     for first, last in chunks(0, len(ids), 64, spans):
-        assert outside_whole(spans, first) == first < outside_whole(spans, last) == last
+        assert outside_media(spans, first) == first < outside_media(spans, last) == last
     with suppress(ValueError):
         check_placeholders(ids, spans, np.array([7]))
         assert (inside == (ids == 7)).all()
