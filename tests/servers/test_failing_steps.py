@@ -178,7 +178,7 @@ def test_a_prompt_that_the_model_fails_on_ends_with_an_error_and_no_answer_under
         forbid(monkeypatch, generator, lambda length: length > 1)
         long = Asked(generator, user(text(30, "long")), max_tokens=60)
         assert long.begun.wait(SECONDS)
-        wait_for(lambda: any(answers._log.generated for answers in generator.answering), "an answer under way")
+        wait_for(lambda: any(answers._log.tokens for answers in generator.answering), "an answer under way")
         failed = Asked(generator, user(f"{text(30)} {FORBIDDEN}"), seed=seed)
         failed.join(SECONDS)
         assert isinstance(failed.error, StepFailed)
@@ -202,7 +202,7 @@ def test_a_step_of_generation_that_fails_ends_its_batch_and_not_the_server(model
     with generating_raw(opened, model) as generator:
         asked = [Asked(generator, user(text(30, f"long {i}")), max_tokens=2000) for i in range(2)]
         assert all(one.begun.wait(SECONDS) for one in asked)
-        wait_for(lambda: all(answers._log.generated > 3 for answers in generator.answering), "tokens of both")
+        wait_for(lambda: all(len(answers._log.tokens) > 3 for answers in generator.answering), "tokens of both")
         broken.set()
         for one in asked:
             one.join(SECONDS)
