@@ -164,7 +164,7 @@ def test_every_figure_has_a_name_of_its_own():
     for name in set(NAMES) & set(BENCHES):
         assert list(BENCHES[name]) == [name], "a group of the same name must hold that figure alone"
     assert list(report.chosen(BENCHES, [])) == NAMES
-    assert list(report.chosen(BENCHES, ["lookup", "bits"])) == ["bits", "match", "siblings"]
+    assert list(report.chosen(BENCHES, ["lookup", "bits"])) == ["bits", "match", "siblings", "picture_keys"]
     with pytest.raises(SystemExit, match="no such figure"):
         report.chosen(BENCHES, ["nothing"])
     assert list(report.load(GROUPS, ["lookup", "disk"])) == ["lookup", "disk"]
