@@ -49,7 +49,7 @@ def greedy(model: nn.Module, prompt_cache: list[Any], tokens: list[int], n: int)
     inputs = tokens
     for _ in range(n):
         logits = model(mx.array([inputs]), cache=prompt_cache)
-        inputs = [mx.argmax(logits[0, -1]).item()]
+        inputs = [int(mx.argmax(logits[0, -1]).item())]
         out += inputs
     return out
 

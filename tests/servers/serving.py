@@ -295,7 +295,7 @@ def user(content: Any) -> list[Message]:
 
 def ask(server: Endpoint, messages: list[Message], *, stream: bool = False, **more: Any) -> Answer:
     """One greedy request; `more` goes into its body."""
-    create = partial(server.client.chat.completions.create, messages=messages, **_body(more))
+    create: Any = partial(server.client.chat.completions.create, messages=messages, **_body(more))
     if not stream:
         given = create()
         choice = given.choices[0]
