@@ -213,7 +213,7 @@ class LiveMachine(LevelledMachine):
 
     def _keep(self, tokens: list[int], caches: list[Any]) -> None:
         stored = self.cache.store(tokens, caches, model="m")
-        self.stored.append(tokens[: stored.tokens])
+        self.note_stored(tokens, stored.tokens)
         if self.roomy:
             assert stored.tokens == len(tokens)
             self.sure.append(tokens)
