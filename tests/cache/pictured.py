@@ -51,6 +51,11 @@ def may_end(tokens: Sequence[int], place: int) -> bool:
     return not any(medium.whole and medium.start < place < medium.end for medium in media_of(tokens))
 
 
+def picture_end(tokens: Sequence[int], place: int) -> int:
+    """Where the picture ends that the place is inside of, if any."""
+    return next((medium.end for medium in media_of(tokens) if medium.start < place < medium.end), place)
+
+
 def cut(tokens: Sequence[int], count: int) -> list[int]:
     """The first tokens, at most so many, and of no picture a part."""
     inside = [medium.start for medium in media_of(tokens) if medium.start < count < medium.end]

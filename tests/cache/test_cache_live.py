@@ -14,6 +14,7 @@ from mlx_lm.models import cache as mlx_caches
 from prefixcache import PrefixCache, TurboQuant, make_prompt_cache
 from prefixcache.live.turboquant import TurboQuantKVCache
 from prefixcache.tiers import ram
+from tests.cache.pictured import picture_end
 from tests.cache.test_cache_machine import RUNS, CacheMachine, LevelledMachine, spell
 from tests.models import states
 from tests.models.families import FAMILIES
@@ -230,7 +231,7 @@ class LiveMachine(LevelledMachine):
             depth = len(tokens) - len(rest)
             assert depth <= self.expected(tokens)
             states.check_uneven(self.plain(made), tokens[:depth])
-            tokens = [*tokens[:depth], *more]
+            tokens = [*tokens[: picture_end(tokens, depth)], *more]
             for layer, own in enumerate(made):
                 rows = [states.uneven_rows(tokens, layer + part)[:, :, depth:] for part in (0, 7)]
                 own.update_and_fetch(*map(mx.array, rows))
