@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 # On CUDA, MLX would round what it multiplies in float32 to 11 bits: a row alone and in a batch would differ in its codes.
 os.environ.setdefault("MLX_ENABLE_TF32", "0")
@@ -26,6 +26,11 @@ import prefixcache  # MLX comes with `prefixcache.PrefixCache`, when a test open
 BUSY = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 settings.register_profile("any machine", settings(), max_examples=40, deadline=None, suppress_health_check=BUSY)
 settings.load_profile("any machine")
+# CI tells a failing example as it was found, since shrinking that of a state machine may take longer than a test may.
+settings.register_profile("shrink", settings(), derandomize=True, database=None)  # finds what CI finds
+if settings().derandomize:  # Hypothesis does so in CI
+    settings.register_profile("as found", settings(), phases=[Phase.explicit, Phase.generate, Phase.target])
+    settings.load_profile("as found")
 
 # Where a shell starts the tests in the background, they and what they start would ignore SIGINT, which some of them send.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
