@@ -278,7 +278,8 @@ class CacheMachine(RuleBasedStateMachine):
         with storage.lock:
             kept = {slot.key for slot in storage.graph.slots.values()}
             lost = sum(nbytes for key, nbytes in hit.items() if key not in kept)
-            often_return = often_returned or storage.long_prompts.often_return  # it is decided with the first of its images
+            # It is decided with the first of its images.
+            often_return = often_returned or storage.long_prompts.often_return
             if storage.counters.forgotten == forgotten and not often_return:
                 assert lost <= limit // SHARE + max(hit.values(), default=0)
 
