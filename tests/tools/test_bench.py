@@ -10,7 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tools.bench import chart, claims, page, peer_codecs, peers, remote_serving, report, server, server_load
+from tools.bench import claims, page, peer_codecs, peers, remote_serving, report, server, server_load
 from tools.bench.__main__ import GROUPS
 from tools.bench.peer import contestants, tasks, venv
 from tools.bench.peer.contestants import MLX_LM, MLX_VLM, OURS, VLLM_MLX, Answer, Task
@@ -186,7 +186,7 @@ def test_the_command_prints_a_table_and_writes_the_numbers(tmp_path):
 def test_what_needs_a_gpu_is_a_row_that_says_so_where_there_is_none():
     if report.has_a_gpu():
         pytest.skip("this machine has one")
-    for name in ("kernels", "fetch", "attention-gpu", "attention-gpu-correct", "step-gpu", "live-decoding", "prefill"):
+    for name in ("kernels", "fetch", "attention-gpu", "attention-gpu-correct", "live-decoding", "prefill"):
         (group,) = [group for group in BENCHES.values() if name in group]
         (row,) = group[name]("quick")
         assert row.measured.startswith("needs a GPU"), row
@@ -289,11 +289,11 @@ def test_a_peer_that_fails_is_a_reason_and_ours_is_an_error(monkeypatch):
         contestants.ask(OURS, Task("full", {}))
 
 
-# -- the page and the picture ------------------------------------------------------------------------------------------
+# -- the page ---------------------------------------------------------------------------------------------------------
 
 
 def measured_beside():
-    names = [f"{panel.begins} | {panel.ends}" for panel in chart.PANELS]
+    names = ["lookup", "bytes held"]
     everyone = [
         (who, Answer({"n": 3.0 + i}))
         for i, who in enumerate((MLX_LM, VLLM_MLX, contestants.VLLM_MLX_SCHEDULED, MLX_VLM))
@@ -302,19 +302,6 @@ def measured_beside():
         peers.compared(name, {"n": 2.0}, everyone, lambda found: found["n"], lambda found: f"{found['n']}")
         for name in names
     ]
-
-
-def test_the_picture_is_drawn_from_the_numbers_that_were_written(tmp_path):
-    results = tmp_path / "results.json"
-    results.write_text(json.dumps(report.as_json(measured_beside(), "tiny")))
-    assert chart.main([str(results), str(tmp_path / "bench")]) == 0
-    assert (tmp_path / "bench.svg").read_text().startswith("<?xml")
-    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_picture_of_what_was_not_measured_is_an_error():
-    with pytest.raises(ValueError, match="--only peers"):
-        chart.values_of({"figures": []}, chart.PANELS[0])
 
 
 def test_the_page_gets_the_figures_between_its_marks(tmp_path):

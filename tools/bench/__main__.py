@@ -21,10 +21,7 @@ GROUPS = {  # the modules whose FIGURES they are
     "live": ("live", "gpu_live", "prefill", "gpu_requests"),
     "remote": ("remote", "remote_serving", "remote_peers", "fleet"),
     "ranks": ("ranks",),
-    "pictures": (
-        "pictures",
-        "picture_server",
-    ),
+    "pictures": ("pictures", "picture_server"),
     "agents": ("agents.replay",),
     "server": ("server", "first_tokens", "next_turns", "server_load", "slow_hits"),
 }

@@ -13,7 +13,7 @@ ROWS: dict[str, tuple[str, ...]] = {
     "20 conversations x 10 turns on a shared 4k prompt: bytes held": ("conversations",),
     "the same with RAM at a quarter: bytes written to SSD": ("spilled",),
     "`prefixcache serve`, 8 users at once x 6 turns": ("server-computed",),
-    "its time to first token over a cold one's, 1500-token chats": ("server-first-token",),
+    "its time to first token, five chats": ("server-beside-stock",),
     "100 diverging prompts among 100 entries of 8,192 tokens": ("server-divergent",),
     "how long a store holds up the batch on two slow cores": ("server-stall",),
     "`match` of 32k tokens among 10,000 and 100,000 blocks": ("match",),

@@ -215,37 +215,4 @@ def correct(scale: str) -> Iterator[Figure]:
         )
 
 
-def step(scale: str) -> Iterator[Figure]:
-    """What a decoding step adds to a layer: a key and a value of 8 heads, coded in one launch."""
-    if not turboquant_gpu.available():
-        yield report.needs_a_gpu("encoding a key and a value of a decoding step", turboquant_gpu.describe())
-        return
-    form, calls = form_of(WIDTH, 4, 0), CALLS[scale]
-    rows = [mx.random.normal((1, HEADS, 1, WIDTH)).astype(mx.float16) for _ in range(2)]
-    mx.eval(rows)
-
-    def together(_: int) -> list[mx.array]:
-        return [x for _ in range(calls) for x in turboquant_gpu_attention.encode_pair(rows[0], rows[1], form, form)]
-
-    def apart(_: int) -> list[mx.array]:
-        views = [mx.swapaxes(x[0], 0, 1) for x in rows]
-        return [x for _ in range(calls) for part in views for x in turboquant_gpu.encode_arrays(part, form, None)]
-
-    def timed(work: Callable[[int], list[mx.array]]) -> Callable[[int], float]:
-        return lambda number: report.seconds(lambda: (mx.eval(work(number)), mx.synchronize())) / calls
-
-    works = [timed(together), timed(apart)]
-    for once in works:
-        once(0)
-    pair, parts = (statistics.median(times) for times in report.in_turns(ROUNDS[scale], *works))
-    yield Figure(
-        f"encoding a key and a value of {HEADS} heads",
-        f"{pair * 1e6:.1f} us",
-        "",
-        f"by themselves {parts * 1e6:.1f} us",
-        None,
-        {"pair": pair, "parts": parts},
-    )
-
-
-FIGURES = {"attention-gpu": attention, "attention-gpu-correct": correct, "step-gpu": step}
+FIGURES = {"attention-gpu": attention, "attention-gpu-correct": correct}

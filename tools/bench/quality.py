@@ -1,12 +1,10 @@
 """What the codecs cost in quality: the error of rows, the attention that keys still give, the bits that it takes.
 
-All by the real codecs. `variants` has what was tried and not taken; decision 0017 has why.
+All by the real codecs. Decision 0017 has what was tried and not taken.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from collections.abc import Callable, Iterator
 
 import mlx.core as mx
@@ -16,10 +14,8 @@ from mlx_lm.models.cache import KVCache
 from prefixcache import PrefixCache, TurboQuant
 from prefixcache.codecs.levels import Levels
 from prefixcache.codecs.turboquant.codec import TurboQuantRows
-from prefixcache.codecs.turboquant.format import Form
 from prefixcache.codecs.turboquant.measure_levels import measure_levels
-from prefixcache.codecs.turboquant.rotation import Rotation
-from tools.bench.attention import TROUBLES, WIDTH, Array, Head, heads, kl
+from tools.bench.attention import WIDTH, Array, Head, heads, kl
 from tools.bench.report import Figure
 
 LLOYD_MAX = {1: 0.3634, 2: 0.1175, 3: 0.0345, 4: 0.00950}
@@ -148,111 +144,4 @@ def _relative(rows: np.ndarray, back: np.ndarray) -> float:
     return float(np.mean(((x - y) ** 2).sum(1) / (x**2).sum(1)))
 
 
-# -- what was tried ----------------------------------------------------------------------------------------------------
-
-
-def _form(bits: int, *, heed_peak: bool = True, rounds: int = 0) -> Form:
-    form = TurboQuantRows(WIDTH, "float32", bits).form
-    book = form.codebook
-    gain, turns = form.rotation.gain, rounds or form.rotation.rounds
-    if not heed_peak:
-        book = dataclasses.replace(book, by_rms=1.0, by_peak=0.0)
-    return dataclasses.replace(
-        form,
-        codebook=book,
-        rotation=Rotation(WIDTH, turns, 0),
-        per_length=np.float32(book.by_rms * math.sqrt(WIDTH) * book.grid / gain**turns),
-        per_peak=np.float32(book.by_peak * book.grid),
-        decode_gain=np.float32(1 / (gain**turns * 2.0**book.shift)),
-    )
-
-
-def _by(form: Form, rows: Array, levels: Levels | None) -> Array:
-    from prefixcache.codecs.packing import words_of
-    from prefixcache.codecs.turboquant import numpy_rows as turboquant_numpy
-
-    codes = np.empty((len(rows), 1, words_of(WIDTH, form.codebook.bits)), np.uint32)
-    scales = np.empty((len(rows), 1), np.uint16)
-    back = np.empty((1, len(rows), WIDTH), np.float32)
-    turboquant_numpy.encode(rows.astype(np.float32)[:, None], "float32", form, levels, codes, scales)
-    turboquant_numpy.decode(codes, scales, "float32", form, levels, back)
-    return back[0].astype(np.float64)
-
-
-def _variant(**chosen: object) -> Codec:
-    return lambda head, bits: _by(_form(bits, **chosen), head.keys, levels_of(head.earlier))  # type: ignore[arg-type]
-
-
-def _root(power: float) -> Codec:
-    """Channels divided by another power of their spread."""
-
-    def codec(head: Head, bits: int) -> Array:
-        levels = levels_of(head.earlier)
-        return coded(head.keys, bits, Levels(levels.mean, (levels.divisor**2) ** np.float32(power)))
-
-    return codec
-
-
-def _least_squares(head: Head, bits: int) -> Array:
-    """The scale of least error in place of the exact length."""
-    levels = levels_of(head.earlier)
-    x = (head.keys.astype(np.float64) - levels.mean) / levels.divisor
-    y = (levelled(head, bits) - levels.mean) / levels.divisor
-    factor = (x * y).sum(1, keepdims=True) / np.maximum((y * y).sum(1, keepdims=True), 1e-30)
-    return y * factor * levels.divisor + levels.mean
-
-
-def _per_block(head: Head, bits: int) -> Array:
-    """Levels of every 256 rows by themselves: .25 bits a value more, as float16."""
-    blocks = [head.keys[i : i + 256] for i in range(0, len(head.keys), 256)]
-    return np.concatenate([coded(block, bits, levels_of(block)) for block in blocks])
-
-
-def _first_rows(count: int) -> Codec:
-    return lambda head, bits: coded(head.keys, bits, levels_of(head.earlier[:count]))
-
-
-def _by_queries(head: Head, bits: int) -> Array:
-    """Roots from the queries' second moments w, too: root**2 = spread / sqrt(w)."""
-    levels = levels_of(head.earlier)
-    weight = np.sqrt(np.mean(head.queries**2, 0))
-    root = levels.divisor / np.sqrt(weight).astype(np.float32)
-    return coded(head.keys, bits, Levels(levels.mean, root / root.min()))
-
-
-def _searched(head: Head, bits: int) -> Array:
-    """The best of five grids for each row, found by trying all: what heeding the peak is a cheap stand-in for."""
-    levels = levels_of(head.earlier)
-    x = (head.keys.astype(np.float64) - levels.mean) / levels.divisor
-    tries = []
-    for factor in (0.8, 0.9, 1.0, 1.1, 1.2):
-        plain = _form(bits, heed_peak=False)
-        tries.append(_by(dataclasses.replace(plain, per_length=np.float32(plain.per_length * factor)), x, None))
-    cosines = [(x * y).sum(1) / np.linalg.norm(y, axis=1) for y in tries]
-    best = np.argmax(cosines, axis=0)
-    return np.stack(tries)[best, np.arange(len(x))] * levels.divisor + levels.mean
-
-
-VARIANTS: dict[str, Codec] = {
-    "as it is": levelled,
-    "no heed to the peak": _variant(heed_peak=False),
-    "best of five grids, by trial": _searched,
-    "two rounds": _variant(rounds=2),
-    "scale of least error": _least_squares,
-    "spread to the power .4": _root(0.4),
-    "spread to the power .6": _root(0.6),
-    "levels of the first 256 rows": _first_rows(256),
-    "levels of every 256 rows, +.25 bits": _per_block,
-    "weighted by the queries": _by_queries,
-}
-
-
-def variants(scale: str) -> Iterator[Figure]:
-    for bits in (3, 4):
-        for name, codec in VARIANTS.items():
-            found = means(codec, bits)
-            text = ", ".join(f"{value:.4f}" for value in found.values())
-            yield Figure(f"KL, {bits} bits: {name}", text, "", ", ".join(TROUBLES), None, found)
-
-
-FIGURES = {"error": error, "depths": bits_a_value, "turns": turns, "attention": attention_kl, "variants": variants}
+FIGURES = {"error": error, "depths": bits_a_value, "turns": turns, "attention": attention_kl}

@@ -1,5 +1,5 @@
-"""`prefixcache serve` as its clients see it, real processes asked over HTTP: prompt tokens computed, and time to first token.
-And its prompt cache alone, beside mlx-lm's. What it does under load is `server_load`'s.
+"""`prefixcache serve` as its clients see it, real processes asked over HTTP: prompt tokens computed.
+And its prompt cache alone, beside mlx-lm's. What it does under load is `server_load`'s, how long users wait `first_tokens`'.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from prefixcache import PrefixCache
 from prefixcache.servers.mlx_lm import TieredPromptCache
 from tools.bench import report, serving
 from tools.bench.report import Figure
-from tools.bench.serving import Reply, Server, Texts, Turn
+from tools.bench.serving import Server, Texts, Turn
 
 
 class Chats(NamedTuple):
@@ -32,7 +32,7 @@ class Chats(NamedTuple):
     answer: int = 16
 
 
-COMPUTED_BAR, FIRST_BAR, RESTART_BAR, DIVERGENT_BAR = 1.05, 0.2, 0.35, 1000
+COMPUTED_BAR, DIVERGENT_BAR = 1.05, 1000
 
 
 # -- prompt tokens computed --------------------------------------------------------------------------------------------
@@ -137,74 +137,6 @@ def _common(one: Sequence[int], other: Sequence[int]) -> int:
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
-# -- time to first token -----------------------------------------------------------------------------------------------
-
-FIRST = {"full": Chats(3, 4, 1500), "quick": Chats(2, 3, 700), "tiny": Chats(1, 2, 200)}
-
-
-def first_token(scale: str) -> Iterator[Figure]:
-    """Chats one after the other, each on a system prompt of its own: turn 1 is cold. Then they go on after a restart."""
-    plan = FIRST[scale]
-    with report.scratch() as folder:
-        model, texts = serving.trained_model(folder), Texts()
-        flags = ["--ram", "1GB", "--ssd-dir", str(folder / "cache"), "--ssd", "4GB"]
-        systems = [texts.piece(plan.system) for _ in range(plan.chats)]
-        questions = [[texts.piece(plan.question) for _ in range(plan.turns + 1)] for _ in systems]
-        with serving.serving(serving.OURS, model, folder, *flags) as server:
-            client = serving.client_of(server)
-            before = [
-                serving.chat(client, texts, system, asked[:-1], plan.answer)
-                for system, asked in zip(systems, questions, strict=True)
-            ]
-            stopped = server.stop()
-        with serving.serving(serving.OURS, model, folder, *flags) as server:
-            client = serving.client_of(server)
-            after = [
-                serving.ask(client, _goes_on(system, asked, chat), plan.answer)
-                for system, asked, chat in zip(systems, questions, before, strict=True)
-            ]
-            server.stop()
-        with serving.serving(serving.THEIRS, model, folder) as server:  # one chat, for time
-            theirs = serving.chat(serving.client_of(server), texts, systems[0], questions[0][:-1], plan.answer)
-            server.stop()
-    cold = [chat[0].reply for chat in before]
-    warm = [turn.reply for chat in before for turn in chat[1:]]
-    base, reference = _median_first(cold), [turn.reply for turn in theirs]
-    name = f"server: time to first token of {plan.system}-token chats"
-    said = f"mlx_lm.server, one chat: {_median_first(reference[1:]) / reference[0].first:.3f} of {reference[0].first:.2f} s"
-    for what, replies, bar, beside in (
-        ("turns 2 and later", warm, FIRST_BAR, said),
-        ("first turn after a restart, from SSD", after, RESTART_BAR, "mlx_lm.server keeps nothing: 1"),
-    ):
-        ratio = _median_first(replies) / base
-        yield Figure(
-            f"{name}, {what}, over cold",
-            f"{ratio:.3f} ({_median_first(replies):.3f} s of {base:.2f} s)",
-            f"<= {bar}",
-            beside,
-            ratio <= bar,
-            {
-                "cold": [r.first for r in cold],
-                "firsts": [r.first for r in replies],
-                "computed": [r.computed for r in replies],
-                "prompt": [r.prompt_tokens for r in replies],
-                "stopped": stopped,
-                "theirs": [r.first for r in reference],
-            },
-        )
-
-
-def _goes_on(system: str, questions: list[str], chat: list[Turn]) -> serving.Messages:
-    messages = [{"role": "system", "content": system}]
-    for question, turn in zip(questions, chat, strict=False):
-        messages += [{"role": "user", "content": question}, {"role": "assistant", "content": turn.reply.text}]
-    return [*messages, {"role": "user", "content": questions[len(chat)]}]
-
-
-def _median_first(replies: list[Reply]) -> float:
-    return statistics.median(reply.first for reply in replies)
-
-
 # -- divergent prompts -------------------------------------------------------------------------------------------------
 
 KEY = ("model", None, None)
@@ -271,4 +203,4 @@ def _lookups(
     return [seconds for seconds, _ in quick], [seconds for seconds, _ in slow]
 
 
-FIGURES = {"server-computed": computed, "server-first-token": first_token, "server-divergent": divergent}
+FIGURES = {"server-computed": computed, "server-divergent": divergent}
