@@ -660,7 +660,8 @@ class NeighboursMachine(CacheMachine):
         made, rest = self.cache.fetch(self.asked([*tokens, 8, 9]), promote=True)
         depth = len(tokens) + 2 - len(rest)
         assert depth == len(tokens) or (parted and depth >= len(tokens) // 256 * 256)
-        self.as_if_alone(tokens[:depth], made, to=depth)
+        if made is not None:  # of less than a block nothing need be there
+            self.as_if_alone(tokens[:depth], made, to=depth)
 
     def asked(self, tokens):
         return self.cache.prompt(tokens, model="m", whole_blocks=True)
