@@ -308,7 +308,7 @@ class PrefixCache:
             self._storage, lambda: self._namespaces.known(terms.model, terms.salt), token_bytes, tokens, terms, spans
         )
 
-    def set_media_tokens(self, tokens: Tokens | set[int], *, model: str) -> None:
+    def set_placeholders(self, tokens: Tokens | set[int], *, model: str) -> None:
         """Name all placeholder tokens of a model. From now on its prompts are refused (ValueError) unless all placeholders in
         them, and nothing else, are in `media`: plain tokens can't tell one picture from another, and would hit the wrong one.
         """

@@ -108,6 +108,11 @@ def model_identity(path: str | Path, adapter: str | Path | None = None) -> str:
     return identity + _program(folder, config)
 
 
+def mlx_vlm_identity(path: str | Path, adapter: str | Path | None = None) -> str:
+    """Return what to give as `model=` where mlx-vlm computes: `model_identity` and the release of its code."""
+    return f"{model_identity(path, adapter)}|mlx-vlm {version_of('mlx-vlm')}".rstrip()
+
+
 def nameless() -> str:
     """Return a name for weights whose files can't be found, once and in this process only, so that they meet no others."""
     return f"process-{os.getpid()}-{_BORN:x}-{next(_nameless)}"

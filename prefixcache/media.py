@@ -126,17 +126,17 @@ def as_media(media: Iterable[Media], tokens: int) -> tuple[Media, ...]:
 
 def check_placeholders(ids: np.ndarray, media: Sequence[Media], placeholders: np.ndarray) -> None:
     """Raise ValueError unless the tokens of the media are the prompt's placeholders, all of them."""
-    stands = np.isin(ids, placeholders)
+    is_placeholder = np.isin(ids, placeholders)
     for number, medium in enumerate(media):
-        count = int(stands[medium.start : medium.end].sum())
+        count = int(is_placeholder[medium.start : medium.end].sum())
         if count < medium.length:
             raise ValueError(
                 f"media[{number}], tokens {medium.start} to {medium.end}: only {count} of them are placeholders of this "
                 "model; give start and length of its placeholders"
             )
-        stands[medium.start : medium.end] = False
-    if stands.any():
-        at = int(stands.argmax())
+        is_placeholder[medium.start : medium.end] = False
+    if is_placeholder.any():
+        at = int(is_placeholder.argmax())
         raise ValueError(
             f"token {at} is {int(ids[at])}, a placeholder of this model, and in no medium: give media= what stands there, "
             "since all pictures have the same placeholder"

@@ -28,8 +28,8 @@ def rows_depth(walk: Walk, tier: int) -> int:
     return depth
 
 
-def hit_depth(walk: Walk, tier: int, limit: int) -> int:
-    """Return the deepest boundary <= `limit` that can be hit."""
+def image_depth(walk: Walk, tier: int, limit: int) -> int:
+    """Return the deepest boundary <= `limit` that has all images of a hit. `Prompt.hit_depth` minds media, too."""
     depth = min(rows_depth(walk, tier), limit)
     if walk.tree.snapshots:
         for boundary, _ in _snapshots(walk, tier, depth):

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from prefixcache.blocks.graph import NODE_BYTES
-from prefixcache.blocks.lookup import hit_depth, required_images
+from prefixcache.blocks.lookup import image_depth, required_images
 from prefixcache.blocks.node import BLOCK_BYTES, RAM, Node, Slot
 from prefixcache.codecs import Codec
 from prefixcache.image_format import ROWS, SNAPSHOT, ImageKind
@@ -151,7 +151,7 @@ class Machine(Simulation):
         local = prompt.deepest(graph.last)
         assert local is not None
         end = len(prompt) if local.walk.tree.snapshots else len(prompt) // BLOCK * BLOCK
-        self._local = hit_depth(local.walk, RAM, len(prompt))
+        self._local = image_depth(local.walk, RAM, len(prompt))
         if local.depth < end:
             self.trips += 1
             self._bring(prompt, local)
@@ -165,7 +165,7 @@ class Machine(Simulation):
         super().store(prompt)
         if self._fleet.remote_admission == "always":
             walk = prompt.walk(self.namespace)
-            self._send(required_images(walk, hit_depth(walk, RAM, len(prompt)), RAM))
+            self._send(required_images(walk, image_depth(walk, RAM, len(prompt)), RAM))
 
     # -- up -----------------------------------------------------------------------------------------------------------
 
@@ -193,7 +193,7 @@ class Machine(Simulation):
         try:
             slots = self._list(offered, self._last_block(local))
             walk = prompt.walk(self.namespace)
-            depth = hit_depth(walk, graph.last, len(prompt))
+            depth = image_depth(walk, graph.last, len(prompt))
             remote = [slot for slot in required_images(walk, depth, graph.last) if slot.tiers == 1 << graph.last]
             seconds = fleet.link.rtt + sum(slot.nbytes for slot in remote) / fleet.link.rate
             if remote and seconds < (depth - local.depth) / fleet.prefill:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from prefixcache.blocks.lookup import hit_depth
+from prefixcache.blocks.lookup import image_depth
 from prefixcache.blocks.node import RAM, Node, Slot
 from prefixcache.codecs import Codec
 from prefixcache.codecs.transform.codec import Calibrated
@@ -255,7 +255,7 @@ class Simulation:
             return
         deepest = prompt.deepest(self.storage.graph.last)
         assert deepest is not None
-        if deepest.depth > hit_depth(deepest.walk, RAM, len(prompt)):
+        if deepest.depth > image_depth(deepest.walk, RAM, len(prompt)):
             promote(self.storage, prompt, 0, source=self.source)
             self.run_writer()
 

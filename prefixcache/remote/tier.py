@@ -17,7 +17,7 @@ from contextlib import ExitStack, suppress
 from itertools import islice
 from typing import Protocol
 
-from prefixcache.blocks.lookup import hit_depth, required_images
+from prefixcache.blocks.lookup import image_depth, required_images
 from prefixcache.blocks.node import RAM, Slot, Walk
 from prefixcache.image_format import SNAPSHOT
 from prefixcache.keys import BLOCK, TOKEN_BYTES
@@ -217,7 +217,7 @@ class RemoteTier:
                 wanted & ~here == 0 for wanted, here in zip(whole_mask(windows, block * BLOCK), rows, strict=True)
             )
 
-        here = hit_depth(walk, graph.last, limit)
+        here = image_depth(walk, graph.last, limit)
         keys = prompt.keys(namespace)[: limit // BLOCK] if limit - here >= BLOCK else ()  # else nothing is asked
         return Gap(namespace.row.root, tokens, keys, len(nodes), here, windows, namespace.tree.snapshots, has_window)
 

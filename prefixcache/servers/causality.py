@@ -11,6 +11,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from prefixcache.upstream import let_pictures_attend_behind_a_hit
+
 REFUSED = {
     "florence2": "its tokens attend to what an encoder makes of the whole prompt",
     "mllama": "its pictures are beside its tokens, in cross-attention",
@@ -27,7 +29,7 @@ class NotCausal(ValueError):
 
 def media_are_whole(model: Any, placeholder: int, new_layers: Callable[[], list[Any]]) -> bool:
     """Return whether the tokens of a medium attend to each other (see `Media.whole`) in a model of mlx-vlm's, by trying it:
-    a few forward passes of 24 tokens. `upstream.let_pictures_attend_behind_a_hit` comes before.
+    a few forward passes of 24 tokens. Before that, pictures are let attend behind a hit, where mlx-vlm's model doesn't.
 
     `placeholder`: a token that stands for media. `new_layers` returns an empty prompt cache. Raises NotCausal where earlier
     tokens depend on later ones elsewhere, where a whole medium behind a hit comes out otherwise, for families that are known
@@ -36,6 +38,7 @@ def media_are_whole(model: Any, placeholder: int, new_layers: Callable[[], list[
     family = str(getattr(model.config, "model_type", ""))
     check_family(family)
     try:
+        let_pictures_attend_behind_a_hit(model)
         return _tried(_TriedModel(model, placeholder, new_layers))
     except NotCausal as error:
         raise NotCausal(f"{family}: {error}; its prompts can't be hit") from None

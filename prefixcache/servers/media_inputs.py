@@ -43,7 +43,7 @@ class MediaInputs(NamedTuple):
         return {name: _joined(parts[first:last]) for name, parts in self.parts.items()}
 
 
-def placeholders(config: Any) -> frozenset[int]:
+def placeholders_of(config: Any) -> frozenset[int]:
     """Return the ids of a model's placeholder tokens, as its configuration names them."""
     named = (getattr(config, name, None) for name in PLACEHOLDERS)
     return frozenset(token for token in named if isinstance(token, int))

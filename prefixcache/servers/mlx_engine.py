@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from prefixcache.cache import PrefixCache
-from prefixcache.identity import folder_of, model_identity, version_of
+from prefixcache.identity import folder_of, mlx_vlm_identity, model_identity, version_of
 from prefixcache.media import Media, media_digest
 from prefixcache.servers.causality import check_family
 from prefixcache.servers.mlx_lm.prompt_cache import TieredPromptCache
@@ -68,9 +68,9 @@ class VisionPromptCache:
         """
         check_family(str(json.loads((folder_of(model_path) / "config.json").read_text()).get("model_type")))
         self._cache = cache
+        self._model = f"{mlx_vlm_identity(model_path)}|mlx-engine"
         # Its processor makes pixels of a picture's bytes: other code for that makes others of them.
-        self._program = f"mlx-vlm {version_of('mlx-vlm')}, transformers {version_of('transformers')}"
-        self._model = f"{model_identity(model_path)}|mlx-engine, {self._program}"
+        self._processor = f"mlx-vlm {version_of('mlx-vlm')}, transformers {version_of('transformers')}"
         self._chunks_of = chunks_of
         self._promotions = ReadOrCompute(cache, LONGEST_WAIT)
         self._going: dict[str, Prompt] = {}  # those that are computed, by the names of their last chunks
@@ -151,7 +151,7 @@ class VisionPromptCache:
 
     def _prompt(self, tokens: list[int], spans: Sequence[Any]) -> Prompt:
         media = [
-            Media(span.start, span.end - span.start, media_digest("image", span.image_hash.encode(), self._program))
+            Media(span.start, span.end - span.start, media_digest("image", span.image_hash.encode(), self._processor))
             for span in spans
         ]
         return self._cache.prompt(tokens, model=self._model, media=media)

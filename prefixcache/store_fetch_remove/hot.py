@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from prefixcache.blocks.lookup import hit_depth
+from prefixcache.blocks.lookup import image_depth
 from prefixcache.blocks.node import RAM
 from prefixcache.keys import BLOCK, common_prefix
 from prefixcache.layers.adapters import CacheError
@@ -133,7 +133,7 @@ def forget_deleted(storage: Storage) -> None:
 
 def _stored(storage: Storage, namespace: Namespace, hot: HotPrompt) -> int:
     walk = storage.graph.walk(namespace.tree, hot.ids.tobytes(), ())
-    return hit_depth(walk, storage.graph.last, len(hot.ids))
+    return image_depth(walk, storage.graph.last, len(hot.ids))
 
 
 def _ids(prompt: Prompt, count: int) -> np.ndarray:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from prefixcache.blocks.lookup import hit_depth, rows_depth
+from prefixcache.blocks.lookup import image_depth, rows_depth
 from prefixcache.blocks.node import RAM, Walk
 from prefixcache.keys import BLOCK
 from prefixcache.tiers.prompt import Prompt
@@ -116,6 +116,6 @@ def _reason(storage: Storage, prompt: Prompt, space: Namespace, walk: Walk, hit:
         return DAMAGED
     if prompt.hit_depth(walk, last, limit) > hit:
         return WHOLE_BLOCK
-    if hit_depth(walk, last, limit) > hit:
+    if image_depth(walk, last, limit) > hit:
         return WHOLE_MEDIUM
     return NO_STATE if walk.tree.snapshots else NO_WINDOW

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from prefixcache.blocks.lookup import hit_depth, pin_leaves, required_images
+from prefixcache.blocks.lookup import image_depth, pin_leaves, required_images
 from prefixcache.blocks.node import RAM, Node, Slot, Walk
 from prefixcache.blocks.superseded import superseded_tails
 from prefixcache.keys import BLOCK, TOKEN_BYTES, as_tokens, chain
@@ -268,9 +268,9 @@ class Prompt:
 
     def hit_depth(self, walk: Walk, tier: int, limit: int) -> int:
         """Return the deepest boundary, at most `limit`, that has all images that a hit needs, and is in no whole medium."""
-        depth = hit_depth(walk, tier, limit)
+        depth = image_depth(walk, tier, limit)
         while (outside := self.outside_media(depth)) < depth:
-            depth = hit_depth(walk, tier, outside)
+            depth = image_depth(walk, tier, outside)
         return depth
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from prefixcache.blocks.budget import Budget
 from prefixcache.blocks.eviction import eviction_victim
 from prefixcache.blocks.graph import Graph
-from prefixcache.blocks.lookup import hit_depth, required_images
+from prefixcache.blocks.lookup import image_depth, required_images
 from prefixcache.blocks.masks import mask_of
 from prefixcache.blocks.node import BLOCK_BYTES, RAM, Node, Slot, Tree, Walk, Window, dependencies
 from prefixcache.blocks.superseded import is_superseded, successions
@@ -184,7 +184,7 @@ class Planting:
         return self.graph.walk(self.tree, raw(tokens))
 
     def reach(self, tokens: Sequence[int], tier: int = RAM, limit: int | None = None) -> int:
-        return hit_depth(self.walk(tokens), tier, len(tokens) if limit is None else limit)
+        return image_depth(self.walk(tokens), tier, len(tokens) if limit is None else limit)
 
     def serving(self, tokens: Sequence[int], tier: int = RAM) -> list[Slot]:
         return required_images(self.walk(tokens), self.reach(tokens, tier), tier)

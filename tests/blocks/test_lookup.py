@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from prefixcache.blocks.eviction import eviction_victim
-from prefixcache.blocks.lookup import hit_depth
+from prefixcache.blocks.lookup import image_depth
 from prefixcache.blocks.node import RAM, Slot, common_tokens
 from prefixcache.keys import BLOCK
 from tests.blocks.planting import IMAGE, ROOT, SSD, Planting, blocks, leaving, order, raw, runs
@@ -89,7 +89,7 @@ def test_another_namespace_is_another_tree():
     planting = Planting()
     planting.store(blocks(1, 2))
     other = planting.graph.tree(b"other root key..")
-    assert hit_depth(planting.graph.walk(other, raw(blocks(1, 2))), SSD, 512) == 0
+    assert image_depth(planting.graph.walk(other, raw(blocks(1, 2))), SSD, 512) == 0
     assert planting.graph.tree(ROOT) is planting.tree
 
 

@@ -124,7 +124,7 @@ def test_positions_follow_from_the_media_before(cache: PrefixCache) -> None:
 
 
 def test_a_placeholder_without_a_medium_is_refused_where_the_model_s_are_known(cache: PrefixCache) -> None:
-    cache.set_media_tokens({PAD}, model="m")
+    cache.set_placeholders({PAD}, model="m")
     tokens, media = pictured(10, CAT, 20)
     cache.prompt(tokens, model="m", media=media)
     cache.prompt(tokens, model="another")

@@ -39,10 +39,13 @@ def model() -> Tiny:
 @pytest.fixture(scope="module")
 def transformed(model: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with one prompt: two whole blocks and a tail."""
-    folder = tmp_path_factory.mktemp("transformed")
+    return stored(tmp_path_factory.mktemp("transformed"), model, TOKENS)
+
+
+def stored(folder: Path, model: Tiny, tokens: list[int]) -> Path:
     model.saved(folder / "bases")
     with opened(folder / "ssd") as cache:
-        cache.store(TOKENS, model.prefill(TOKENS), model=model.identity)
+        cache.store(tokens, model.prefill(tokens), model=model.identity)
     return folder
 
 

@@ -28,7 +28,7 @@ CHANGES["rows as they are"] = lambda t: {  # of 256 channels of float32
     HEADS: np.full_like(t[HEADS], 0xFFFF),
     WORDS: random_words(0, len(t[HEADS]) * 512),
 }
-pytestmark = test_transformed.pytestmark
+pytestmark, root, copies = test_transformed.pytestmark, test_transformed.root, test_transformed.copies
 
 
 @pytest.fixture(scope="module")
@@ -40,16 +40,7 @@ def model() -> Tiny:
 
 @pytest.fixture(scope="module")
 def transformed(model: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("windows")
-    model.saved(folder / "bases")
-    with opened(folder / "ssd") as cache:
-        cache.store(TOKENS, model.prefill(TOKENS), model=model.identity)
-    return folder
-
-
-@pytest.fixture
-def root(transformed: Path, tmp_path: Path) -> Path:
-    return copy(transformed, tmp_path / "copy") / "ssd"
+    return test_transformed.stored(tmp_path_factory.mktemp("windows"), model, TOKENS)
 
 
 def changed(root: Path, model: Tiny, block: int, change: Change) -> None:
@@ -111,11 +102,6 @@ def test_damaged_codes_are_not_taken_over_by_a_prompt_that_shares_them(root, mod
         assert depth(cache, model, other) == len(other)
         assert depth(cache, model) in (0, 256, 290)
         assert depth(cache, model, other) == len(other)
-
-
-@pytest.fixture(scope="module")
-def copies(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("fuzzed") / "copy"
 
 
 @settings(max_examples=25)

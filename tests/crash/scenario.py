@@ -12,7 +12,7 @@ import time
 from typing import Any
 
 from prefixcache import PrefixCache
-from prefixcache.blocks.lookup import hit_depth, required_images
+from prefixcache.blocks.lookup import image_depth, required_images
 from prefixcache.ssd import DirectoryError, Entry, reconcile
 from tests.crash.prompts import IS_TRANSFORM, LEVELLED, PROMPTS, RAW
 from tools.faults.evidence import before_deletion, du
@@ -171,7 +171,7 @@ class Scenario:
                 prompt, last = self.cache.prompt(tokens, model=kind.model), tiers.graph.last
                 for namespace in prompt.namespaces():
                     walk = prompt.walk(namespace)
-                    depth = hit_depth(walk, last, len(tokens))
+                    depth = image_depth(walk, last, len(tokens))
                     serving = required_images(walk, depth, last) if depth else []
                     if serving and all(slot.disk for slot in serving):
                         depths[name] = [depth, [_address(slot) for slot in serving]]

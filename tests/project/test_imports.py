@@ -214,7 +214,7 @@ def test_a_planner_runs_tree_and_budget_without_mlx():
         from prefixcache.blocks.budget import Budget
         from prefixcache.keys import as_tokens
         from prefixcache.blocks.graph import Graph
-        from prefixcache.blocks.lookup import hit_depth
+        from prefixcache.blocks.lookup import image_depth
         from prefixcache.blocks.node import RAM, Slot
         graph = Graph(Budget(1 << 20))
         tree = graph.tree(bytes(32))
@@ -224,7 +224,7 @@ def test_a_planner_runs_tree_and_budget_without_mlx():
             graph.attach(slot, reservation)
             graph.place(slot, RAM, image="anything", reservation=reservation)
         walk = graph.walk(tree, as_tokens(range(300)).tobytes())
-        print(hit_depth(walk, RAM, 300))
+        print(image_depth(walk, RAM, 300))
     """)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "256\n"

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefixcache.servers.media_inputs import media_inputs, placeholders
+from prefixcache.servers.media_inputs import media_inputs, placeholders_of
 
 PICTURE, SOUND, WIDTH = 900, 901, 6
 GRIDS = st.lists(st.tuples(st.sampled_from([2, 4]), st.sampled_from([2, 6])), min_size=1, max_size=4)
@@ -119,5 +119,5 @@ def test_the_placeholders_are_those_that_the_configuration_names():
     class Config:
         image_token_id, image_token_index, video_token_id, audio_token_id = 5, 6, None, 7
 
-    assert placeholders(Config()) == {5, 6, 7}
-    assert placeholders(None) == set()
+    assert placeholders_of(Config()) == {5, 6, 7}
+    assert placeholders_of(None) == set()

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from prefixcache.blocks.lookup import hit_depth
+from prefixcache.blocks.lookup import image_depth
 from prefixcache.blocks.node import RAM, Slot
 from prefixcache.image_format import ImageKind
 from prefixcache.keys import BLOCK, as_tokens, chain
@@ -170,7 +170,7 @@ class Served:
     def depths(self, *ids: int) -> list[int]:
         """How many blocks can be hit with each tier and the faster ones."""
         walk = self.prompt(*ids).walk(self.namespace)
-        return [hit_depth(walk, tier, 1 << 40) // BLOCK for tier in self.storage.graph.tiers]
+        return [image_depth(walk, tier, 1 << 40) // BLOCK for tier in self.storage.graph.tiers]
 
     def check(self) -> None:
         self.storage.graph.check_integrity()

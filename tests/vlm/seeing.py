@@ -21,7 +21,6 @@ from prefixcache import Media, PrefixCache, media_digest
 from prefixcache.media import chunks, rope_delta
 from prefixcache.servers.causality import media_are_whole
 from prefixcache.tiers.prompt import Prompt
-from prefixcache.upstream import let_pictures_attend_behind_a_hit
 from tests.vlm import folders
 
 KINDS = ("image", "video", "audio")  # mlx-vlm numbers them from 1 on
@@ -65,7 +64,6 @@ class SeeingModel:
     def __init__(self, family: str, folder: Path):
         self.family = family
         self.model, self.processor = mlx_vlm.load(str(folders.save(family, folder)))
-        let_pictures_attend_behind_a_hit(self.model)
         self.new_layers = partial(make_prompt_cache, self.model.language_model)
         self.whole = media_are_whole(self.model, PLACEHOLDERS[0], self.new_layers)
         self.is_recurrent = any(isinstance(layer, ArraysCache) for layer in self.new_layers())

@@ -15,8 +15,13 @@ from types import SimpleNamespace
 
 import pytest
 import requests
+from mlx_vlm.server import anthropic, openai
+from starlette.testclient import TestClient
 
-from prefixcache.servers.mlx_vlm.upstream import RequestQueue, VlmGenerator, run
+from prefixcache.servers.mlx_vlm.serve import TENANT
+from prefixcache.servers.mlx_vlm.upstream import RequestQueue, Rules, VlmGenerator, app, run, serving_with
+from prefixcache.servers.salts import Salts
+from prefixcache.servers.web_access import WebAccess
 from tests.servers.serving import SECONDS, Server, wait_for
 from tests.vlm import folders
 from tests.vlm.generators import picture
@@ -162,7 +167,11 @@ def test_other_apis_hit_what_a_chat_has_stored(serving):
 
 @ONE_MODEL
 def test_tenants_metrics_and_web_pages(serving):
-    server = serving("--codec", "raw", "--salt-from", "authorization")
+    server = serving("--codec", "raw", "--salt-from", "authorization", "--require-salt")
+    assert (
+        server.post("/v1/messages", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}).status_code
+        == 401
+    )
     assert server.ask(0, TEXT, Authorization="Bearer a")[1] == 0 == server.ask(0, TEXT, Authorization="Bearer b")[1]
     assert server.ask(0, TEXT, Authorization="Bearer a")[1] > 50
     assert server.ask(0, TEXT, **{"X-Api-Key": "a"})[1] > 50  # Anthropic's clients send it so
@@ -181,15 +190,27 @@ def test_tenants_metrics_and_web_pages(serving):
     wait_for(lambda: server.metrics()["prefixcache_ram_bytes{images}"] == 0, "an empty RAM", server.log)
 
 
-@ONE_MODEL
-def test_a_request_without_a_salt_is_refused_where_one_is_required(serving):
-    server = serving("--require-salt")
-    for path in ("/v1/chat/completions", "/v1/messages"):
-        done = server.post(path, {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4})
-        assert done.status_code == 400
-        assert "no salt, and this server needs one: send the header `X-Tenant-Id: ...`" in done.text
-        assert "400:" not in done.text
-    assert server.ask("Hello", **{"X-Tenant-Id": "a"})[1] == 0
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses"])
+@pytest.mark.parametrize(
+    ("from_authorization", "status", "said"),
+    [
+        (False, 400, "no salt, and this server needs one: send the header `X-Tenant-Id: ...`"),
+        (True, 401, "no API key, and this server needs one: send the header `Authorization: Bearer KEY`"),
+    ],
+)
+def test_a_request_without_a_salt_is_refused_where_one_is_required(monkeypatch, path, from_authorization, status, said):
+    """The server's own application, without a model."""
+    for module in (openai, anthropic):
+        monkeypatch.setattr(module, "get_cached_model", lambda *_: (None, None, SimpleNamespace(model_type="")))
+    salts = Salts(from_authorization, required=True, remedy=TENANT)
+    body = {"model": "m", "messages": [{"role": "user", "content": "Hello"}], "input": "Hello", "max_tokens": 4}
+    with serving_with(None, Rules(salts, WebAccess(), lambda: b"")):
+        client = TestClient(app.app, "http://127.0.0.1")
+        done = client.post(path, json=body)
+        assert said not in client.post(path, json=body, headers={"X-Tenant-Id": "a"}).text
+    assert done.status_code == status
+    assert said in done.text
+    assert f"{status}:" not in done.text
 
 
 def test_a_request_whose_model_leaves_while_it_waits_is_refused():

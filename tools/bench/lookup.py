@@ -200,7 +200,7 @@ def picture_keys(scale: str) -> Iterator[Figure]:
         tokens[medium.start : medium.end] = PLACEHOLDER
     taken: dict[str, list[float]] = {"with": [], "without": []}
     with PrefixCache(ram="1GB", codec=Raw()) as cache:
-        cache.set_media_tokens([PLACEHOLDER], model="pictures")
+        cache.set_placeholders([PLACEHOLDER], model="pictures")
         for _ in range(PROMPTS[scale]):
             for kind, model, spans in (("without", MODEL, []), ("with", "pictures", media)):
                 begin = time.perf_counter()

@@ -8,15 +8,14 @@ import socket
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from importlib.metadata import version
 from typing import Any
 
 from prefixcache.byte_sizes import size
 from prefixcache.cache import PrefixCache
-from prefixcache.identity import model_identity, nameless
+from prefixcache.identity import mlx_vlm_identity, nameless
 from prefixcache.metrics.prometheus import CacheCollector, render
 from prefixcache.servers.causality import NotCausal, media_are_whole
-from prefixcache.servers.media_inputs import placeholders
+from prefixcache.servers.media_inputs import placeholders_of
 from prefixcache.servers.mlx_lm.arguments import Flags, check_model
 from prefixcache.servers.mlx_lm.errors import ServeError, no_address
 from prefixcache.servers.mlx_lm.lifetime import Ending
@@ -25,7 +24,6 @@ from prefixcache.servers.mlx_vlm.prompts import ModelPrompts
 from prefixcache.servers.salts import Salts
 from prefixcache.servers.web_access import WebAccess
 from prefixcache.settings import Settings
-from prefixcache.upstream import let_pictures_attend_behind_a_hit
 
 log = logging.getLogger("prefixcache")
 
@@ -99,19 +97,18 @@ def _made(cache: PrefixCache, generator: Any) -> ModelPrompts:
     """Make it. Raises an exception for a model whose prompts can't be hit."""
     if not upstream.takes_chunks(generator.model):
         raise NotCausal(f"{generator.config.model_type}: it takes prompts as a whole")
-    model, stand = generator.model, placeholders(generator.config)
+    model, placeholders = generator.model, placeholders_of(generator.config)
     new_layers = upstream.new_layers_of(model)
-    let_pictures_attend_behind_a_hit(model)
-    whole = bool(stand) and media_are_whole(model, min(stand), new_layers)
+    whole = bool(placeholders) and media_are_whole(model, min(placeholders), new_layers)
     thinks = "</think>" in generator.tokenizer.get_vocab()
     name = _name(generator.model_path, generator.adapter_path)
-    return ModelPrompts(cache, name, new_layers, stand, whole=whole, thinks=thinks)
+    return ModelPrompts(cache, name, new_layers, placeholders, whole=whole, thinks=thinks)
 
 
 def _name(path: str, adapter: str | None) -> str:
     """Return the name of weights and of the program that computes with them; where they can't be found, one for once."""
     try:
-        return f"{model_identity(path, adapter)}|mlx-vlm {version('mlx-vlm')}"
+        return mlx_vlm_identity(path, adapter)
     except (OSError, ValueError, TypeError) as error:
         log.warning("no identity, so what is kept is of no use to another process: %s", error)
         return nameless()

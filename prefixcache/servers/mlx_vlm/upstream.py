@@ -34,6 +34,7 @@ from prefixcache.upstream import in_temporal_order
 app = sys.modules["mlx_vlm.server.app"]  # the package has an object of the same name
 
 PORT: int = cli.DEFAULT_SERVER_PORT
+REFUSED = "prefixcache.refused"  # under this name a request's scope has the status of a refusal
 SERVED = "_prefixcache_served"  # under this name a request's inputs, and later its sequence, have its ServedPrompt
 FEATURES, THEIR_PLACES = "deepstack_visual_embeds", "visual_pos_masks"
 Embed = Callable[[int], dict[str, Any]]
@@ -291,7 +292,9 @@ class Rules(NamedTuple):
 
 
 class Guard:
-    """ASGI middleware that refuses what a foreign web page sends."""
+    """ASGI middleware that refuses what a foreign web page sends, and sees to it that a request without a salt is answered
+    with its status: `/v1/messages` answers 400 to whatever is wrong with a request.
+    """
 
     def __init__(self, app: Any, access: WebAccess):
         self._app, self._access = app, access
@@ -303,8 +306,14 @@ class Guard:
         why = self._access.refusal(
             headers.getlist("host"), headers.getlist("origin"), headers.get("sec-fetch-site", "")
         )
+
+        async def answer(message: dict[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "status": scope.get(REFUSED, message["status"])}
+            await send(message)
+
         if not why:
-            await self._app(scope, receive, send)
+            await self._app(scope, receive, answer)
         elif scope["type"] == "http":
             await JSONResponse({"detail": why}, 403)(scope, receive, send)
         else:
@@ -368,6 +377,7 @@ def _tenant(salts: Salts, request: Request) -> str | None:
     try:
         salt = salts.of(authorization_of(request.headers.getlist), named)
     except RequestRefused as error:
+        request.scope[REFUSED] = error.status
         raise NoSalt(error.status, str(error)) from None
     return salt.decode("latin-1") or None
 

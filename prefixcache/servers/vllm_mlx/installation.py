@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from prefixcache.cache import PrefixCache
-from prefixcache.identity import model_identity, nameless, version_of
+from prefixcache.identity import mlx_vlm_identity, model_identity, nameless, version_of
 from prefixcache.layers.form import CacheForm
 from prefixcache.servers.vllm_mlx.prefix_cache import LONGEST_WAIT, TieredPrefixCache
 from prefixcache.servers.vllm_mlx.upstream import in_order, with_own_arguments
@@ -71,9 +71,9 @@ def _form_of(model: Any) -> CacheForm | None:
         return None
 
 
-def _name_loaded(model: Any, path: Any, library: str = "") -> None:
+def _name_loaded(model: Any, path: Any, identity_of: Callable[[Any], str]) -> None:
     try:
-        _name(model, model_identity(path) + library)
+        _name(model, identity_of(path))
     except (OSError, ValueError, TypeError) as error:
         log.warning("no identity of a model that was loaded: %s", error)
 
@@ -188,7 +188,7 @@ def _naming(load: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(load)
     def loaded(model_name: str, *args: Any, **options: Any) -> Any:
         model, tokenizer = load(model_name, *args, **options)
-        _name_loaded(model, model_name)
+        _name_loaded(model, model_name, model_identity)
         return model, tokenizer
 
     return loaded
@@ -202,7 +202,7 @@ def _naming_multimodal(load: Callable[..., Any]) -> Callable[..., Any]:
         before = self.model
         load(self)
         if self.model is not before:
-            _name_loaded(self.model, self.model_name, f"|mlx-vlm {version_of('mlx-vlm')}".rstrip())
+            _name_loaded(self.model, self.model_name, mlx_vlm_identity)
 
     return loaded
 

@@ -16,10 +16,9 @@ from mlx_lm.models.cache import make_prompt_cache
 from prefixcache.codecs import Raw
 from prefixcache.media import chunks
 from prefixcache.servers.causality import NotCausal, media_are_whole
-from prefixcache.servers.media_inputs import media_inputs, placeholders
+from prefixcache.servers.media_inputs import media_inputs, placeholders_of
 from prefixcache.servers.vllm_mlx.prefix_cache import PromptHit, TieredPrefixCache
 from prefixcache.tiers.prompt import Prompt
-from prefixcache.upstream import let_pictures_attend_behind_a_hit
 
 KINDS = ("mm_token_type_ids", "token_type_ids")  # of each token: whether it is text, a picture, a sound
 
@@ -34,12 +33,11 @@ def tried(init: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(init)
     def made(self: Any, *args: Any, **options: Any) -> None:
         init(self, *args, **options)
-        stand = placeholders(getattr(self.model, "config", None))
-        if not stand or not isinstance(self.prefix_cache, TieredPrefixCache):
+        placeholders = placeholders_of(getattr(self.model, "config", None))
+        if not placeholders or not isinstance(self.prefix_cache, TieredPrefixCache):
             return
-        let_pictures_attend_behind_a_hit(self.model)
         try:
-            media_are_whole(self.model, min(stand), lambda: empty_layers(self))
+            media_are_whole(self.model, min(placeholders), lambda: empty_layers(self))
         except NotCausal as error:
             log.warning("without a prefix cache: %s", error)
             self.prefix_cache = None
@@ -89,7 +87,7 @@ class MediaPrefill:
             "image_grid_thw": request.image_grid_thw,
             **request.extra_kwargs,
         }
-        self.inputs = media_inputs(tokens, arrays, placeholders(generator.model.config))
+        self.inputs = media_inputs(tokens, arrays, placeholders_of(generator.model.config))
         self.prompt: Prompt = self.kept.prompt(tokens, self.inputs.media)
         self.recurrent: bool = generator._needs_prefill_checkpoint(cache)
         self.kinds = {name: arrays[name] for name in KINDS if arrays.get(name) is not None}
