@@ -8,31 +8,24 @@ The way of a prompt: tokens -> `tiers.prompt` (how deep it is known) -> `store_f
 from __future__ import annotations
 
 import asyncio
-import atexit
 import concurrent.futures
 import logging
-import os
-import sqlite3
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
-from prefixcache.blocks.budget import Budget, Reservation
+from prefixcache.blocks.budget import Reservation
 from prefixcache.blocks.continuations import continuations
 from prefixcache.blocks.lookup import required_images
 from prefixcache.blocks.node import RAM
-from prefixcache.byte_sizes import parse_size, size
+from prefixcache.byte_sizes import parse_size
 from prefixcache.codecs import Codec, TurboQuant
-from prefixcache.codecs.transform.bases import Bases
-from prefixcache.codecs.turboquant import backends as turboquant_backends
 from prefixcache.keys import Tokens, as_model, as_salt, as_session, as_tokens
 from prefixcache.layers.adapters import arrays_in
 from prefixcache.layers.classes import allow
@@ -42,19 +35,13 @@ from prefixcache.layers.joined import DamagedBlock
 from prefixcache.layers.read_ahead import ReadAhead
 from prefixcache.layers.stored import StoredPrompt
 from prefixcache.media import Media, as_media, check_placeholders, with_pseudo_ids
-from prefixcache.memory import machine_memory, trim_process_memory
-from prefixcache.metrics.logs import UsageLog
+from prefixcache.memory import trim_process_memory
 from prefixcache.metrics.rates import MeasuredRates
 from prefixcache.metrics.stats import Stats
+from prefixcache.open_cache import open_cache
 from prefixcache.ranks.agreement import Ranks
-from prefixcache.remote.client import Client, open_client
-from prefixcache.remote.tier import RemoteTier
 from prefixcache.settings import Settings
-from prefixcache.ssd import Ssd, WriterEvents
-from prefixcache.ssd.awaited import AwaitedDisk, why_absent
-from prefixcache.ssd.directory import rank_folder, refusal
 from prefixcache.store_fetch_remove.agreed import depths_of_all, taken_by_all
-from prefixcache.store_fetch_remove.behind import StoresBehind
 from prefixcache.store_fetch_remove.fetch import (
     FetchedPrompt,
     PinnedPrompt,
@@ -65,38 +52,26 @@ from prefixcache.store_fetch_remove.fetch import (
 )
 from prefixcache.store_fetch_remove.hot import forget_deleted, hot_beginning, hot_hit, keep_hot
 from prefixcache.store_fetch_remove.image_maker import LiveMaker
-from prefixcache.store_fetch_remove.leases import Leased, Leases
-from prefixcache.store_fetch_remove.namespaces import Namespaces
+from prefixcache.store_fetch_remove.leases import Leased
 from prefixcache.store_fetch_remove.numbers import check_leave, number, seconds
-from prefixcache.store_fetch_remove.pins import Pinned, Pins
+from prefixcache.store_fetch_remove.pins import Pinned
 from prefixcache.store_fetch_remove.pruning import Deleted, clear_namespaces, prune_namespaces, prune_tier, roots_meant
 from prefixcache.store_fetch_remove.remove import remove, remove_following
 from prefixcache.store_fetch_remove.selection import Selection
 from prefixcache.store_fetch_remove.sessions import end_session
 from prefixcache.store_fetch_remove.slow_hits import decline_slow
-from prefixcache.store_fetch_remove.stats import collect_stats
 from prefixcache.store_fetch_remove.store import StoreCall, Stored
-from prefixcache.tiers.hot import HotPrompts
-from prefixcache.tiers.idle import Idle
-from prefixcache.tiers.memory_pressure import Pressure
 from prefixcache.tiers.parting import Parting, branch_point_of, parting_of
-from prefixcache.tiers.promotion import Promoter, last_of
+from prefixcache.tiers.promotion import last_of
 from prefixcache.tiers.prompt import Prompt, PromptTerms, count_hit
-from prefixcache.tiers.storage import Storage
-from prefixcache.trace.recording import Recorder
 
 log = logging.getLogger("prefixcache")
 
 RECENCY_FLUSH_INTERVAL = 60.0  # seconds after which a hit tells the index what was used
 RECENCY_FLUSH_SLOTS = 8192  # or so many that it has not heard of
 LONGEST = 1 << 24  # tokens that a fetch leaves room for
-LAST_UPLOADS = 5.0  # seconds that close() gives to what waits for the remote tier
-INTERRUPTED_CLOSE = 5.0  # seconds that an interrupted close() gives the SSD
-ANY_LIMIT = 1 << 62  # bytes of an SSD, where its size doesn't matter
 
 NOTHING_STORED = Stored(0, 0, 0, False, ())
-
-_open: set[PrefixCache] = set()  # those that have a directory, until they are closed
 
 
 class Match(NamedTuple):
@@ -136,131 +111,18 @@ class PrefixCache:
         allow(*self.settings.allow_classes)
         self.rates = MeasuredRates()
         self.ranks = Ranks(group) if group is not None and group.size() > 1 else None
-        if self.ranks is not None:
-            self.settings = _of_rank(self.settings, self.ranks)
-        if self.ranks is None:
-            self._open_here()
-            return
-        self._closed = True
-        try:
-            self.ranks.done_by_all(self._open_here, "open a cache")
-        except BaseException:
-            if not self._closed:  # it is open here, but not on all ranks
-                self.close()
-            raise
-
-    def _open_here(self) -> None:
-        ram = self.settings.ram_bytes(usable_memory() // self.sharing)
-        self._recorder = Recorder(self.settings.trace) if self.settings.trace is not None else None
-        has_ssd = self.settings.ssd_dir is not None and self.settings.ssd != 0
-        self._storage = Storage(self.settings, ram, tiers=1 + has_ssd)
-        if (memory := device_memory()) is not None:
-            limit = self.settings.hot_bytes(ram, memory)
-            self._storage.hot = HotPrompts(Budget(limit), limit)
-        self._namespaces = Namespaces(self._storage, self.codec, Bases(self.settings.basis_dir))
-        self._pins = Pins(self._storage)
-        self._leases = Leases(self._storage)
-        self._kernels = turboquant_backends.describe()
+        self._opened = open_cache(self.settings, self.codec, self.ranks)
+        self.settings = self._opened.settings  # of ranks each has a directory of its own
+        self._storage = self._opened.storage
         self._said_not_finite = False
         self._placeholders: dict[str, np.ndarray] = {}  # by model
-        self._behind = StoresBehind()
         self._last_flush = time.monotonic()  # of what was used, to the index
         self._said: set[tuple[str, str]] = set()  # models and layouts of another form that a fetch has left alone
-        self._close_lock = threading.RLock()  # a signal's handler may close what is being closed
-        self._pid = os.getpid()
-        self._ssd: Ssd | None = None
-        self._disk: AwaitedDisk | None = None
-        try:
-            client = self._remote_client()
-            if has_ssd and not self._waits_for_disk(ram):
-                self._open_ssd(ram)
-        except BaseException:
-            if self._recorder is not None:
-                self._recorder.close()
-            raise
-        self._remote: RemoteTier | None = None
-        if client is not None:
-            self._remote = self._storage.remote = RemoteTier(
-                self._storage, client, self._namespaces, self.settings.remote_admission, self.settings.remote_timeout
-            )
-        self._storage.ram.warn_if_useless()
-        self._promoter = Promoter(self._storage)
-        self._closed = False
-        self._pressure = Pressure(self._storage, self.settings.reserve_bytes(machine_memory()))
-        if self.settings.memory_reserve != 0:
-            self._pressure.start()
-        self._idle = Idle(self._storage)
-        if has_ssd and self.settings.idle_bytes(ANY_LIMIT):  # its disk may have room, or be there, only later
-            self._idle.start()
-        self._summary: UsageLog | None = None
-        if self.settings.log_every:
-            self._summary = UsageLog(self, self.settings.log_every)
-            self._summary.start()
-        if has_ssd or client is not None:
-            _open.add(self)
-        if self._disk is not None:
-            self._disk.start()  # the cache is complete: what it opens may be used at once
-
-    def _waits_for_disk(self, ram: int) -> bool:
-        """Whether the directory's disk is not there yet, and is waited for: then the SSD is opened when it is."""
-        directory = self.settings.ssd_dir
-        if self.settings.ssd_missing == "error" or directory is None or not (why := why_absent(directory)):
-            return False
-        log.warning("SSD %s: %s; RAM only until then", directory, why)
-
-        def open_ssd() -> None:
-            with self._close_lock:
-                if not self._closed:
-                    self._open_ssd(ram)
-
-        self._disk = AwaitedDisk(directory, open_ssd)
-        return True
-
-    def _open_ssd(self, ram: int) -> None:
-        directory = self.settings.ssd_dir
-        assert directory is not None
-        limit = self.settings.ssd_bytes(directory)
-        if self.settings.ssd == "auto":
-            limit //= self.sharing
-        queue = self.settings.queue_bytes(ram)
-        tier = self._storage.add_tier()
-        ssd = Ssd(
-            directory,
-            limit=limit,
-            reserve=self.settings.ssd_reserve_bytes(directory),
-            queue_bytes=queue,
-            readers=self.settings.readers,
-            events=WriterEvents(
-                partial(self._storage.written, tier), partial(self._storage.recreated, tier), tier.shrunk
-            ),
-        )
-        try:
-            namespaces = list(filter(None, map(self._namespaces.from_row, ssd.namespaces())))  # without the lock
-            self._storage.open_tier(tier, ssd, namespaces)
-        except BaseException as error:
-            ssd.close(0)
-            if isinstance(error, (OSError, sqlite3.Error)):
-                raise refusal(directory, error) from error
-            raise
-        self._ssd = ssd
-        self._leases.restore(ssd.note)
 
     @property
     def sharing(self) -> int:
         """The processes of one model that share this machine: what "auto" gives is divided by it."""
-        return 1 if self.ranks is None else self.ranks.on_this_machine
-
-    def _remote_client(self) -> Client | None:
-        """The remote tier's engine, which is not asked yet. ValueError for a bad URL or key file, or a missing package."""
-        settings = self.settings
-        if settings.remote is None:
-            return None
-        return open_client(
-            settings.remote.get_secret_value(),
-            settings.remote_key_file,
-            settings.remote_ca_file,
-            timeout=settings.remote_timeout,
-        )
+        return self._opened.sharing
 
     # -- storing and finding ------------------------------------------------------------------------------------------
 
@@ -303,9 +165,14 @@ class PrefixCache:
         if (placeholders := self._placeholders.get(model)) is not None:
             check_placeholders(ids, spans, placeholders)
         token_bytes = (with_pseudo_ids(ids, spans) if spans else ids).tobytes()
-        self._namespaces.derive_roots(terms.model, terms.salt)
+        self._opened.namespaces.derive_roots(terms.model, terms.salt)
         return Prompt(
-            self._storage, lambda: self._namespaces.known(terms.model, terms.salt), token_bytes, tokens, terms, spans
+            self._storage,
+            lambda: self._opened.namespaces.known(terms.model, terms.salt),
+            token_bytes,
+            tokens,
+            terms,
+            spans,
         )
 
     def set_placeholders(self, tokens: Tokens | set[int], *, model: str) -> None:
@@ -374,7 +241,7 @@ class PrefixCache:
         began = time.monotonic()
         call = self._store_call(prompt, prompt_cache, write_back_from, snapshot=snapshot)
         if call is None:
-            return self._behind.submit(lambda: NOTHING_STORED)
+            return self._opened.behind.submit(lambda: NOTHING_STORED)
         end = call.begin()
         self._storage.counters.durations.store.observe(time.monotonic() - began)
 
@@ -383,13 +250,13 @@ class PrefixCache:
             self._warn_of(call)
             return stored
 
-        return self._behind.submit(end_and_warn)
+        return self._opened.behind.submit(end_and_warn)
 
     def _store_call(
         self, prompt: Prompt, prompt_cache: list[Any], write_back_from: int | None, *, snapshot: bool
     ) -> StoreCall | None:
         """Check the arguments of `store` and read the prompt cache. None where nothing has gone through it yet."""
-        self._check_open()
+        self._opened.check_open()
         if write_back_from is not None:
             write_back_from = number(write_back_from, "store: write_back_from", "tokens")
         if not len(prompt):
@@ -404,12 +271,12 @@ class PrefixCache:
             return None
         if prompt.form is not None:
             prompt.form.learn(reading.layout)
-        namespace = self._namespaces.of_layout(prompt.model, reading.layout, prompt.salt)
+        namespace = self._opened.namespaces.of_layout(prompt.model, reading.layout, prompt.salt)
         plan = namespace.plan
         agreed = reading.agreed and limit == seen and reading.positions in (None, seen)
-        if self._recorder is not None and (snapshot or write_back_from is None):
-            self._recorder.store(
-                self._namespaces.recorded_root(prompt.model, prompt.salt), prompt.token_bytes[: limit * 8]
+        if self._opened.recorder is not None and (snapshot or write_back_from is None):
+            self._opened.recorder.store(
+                self._opened.namespaces.recorded_root(prompt.model, prompt.salt), prompt.token_bytes[: limit * 8]
             )
         maker = LiveMaker(
             namespace,
@@ -452,8 +319,8 @@ class PrefixCache:
 
         Raises as `store` does.
         """
-        self._check_open()
-        return keep_hot(self._storage, self._namespaces, self._prompt(tokens, model, salt), prompt_cache)
+        self._opened.check_open()
+        return keep_hot(self._storage, self._opened.namespaces, self._prompt(tokens, model, salt), prompt_cache)
 
     def match(self, tokens: Tokens | Prompt, *, model: str | None = None, salt: bytes = b"", leave: int = 0) -> Match:
         """How deep a `fetch` with these arguments can hit `tokens`. No I/O, and nothing changes; no MLX, but where ranks
@@ -463,7 +330,7 @@ class PrefixCache:
         prompt = self._prompt(tokens, model, salt)
 
         def depths(limits: list[int]) -> list[int]:
-            self._check_open()
+            self._opened.check_open()
             return self._depths(prompt, limits)
 
         if self.ranks is None:
@@ -482,7 +349,7 @@ class PrefixCache:
         it gave no more. No I/O, no MLX, and nothing changes; of ranks each answers for itself.
         """
         prompt = self._prompt(tokens, model, salt)
-        self._check_open()  # without the lock, which stores behind need to end
+        self._opened.check_open()  # without the lock, which stores behind need to end
         with self._storage.lock:
             return parting_of(self._storage, prompt, hit)
 
@@ -494,7 +361,7 @@ class PrefixCache:
         `store` it, with its state. The last token is left out, as by a fetch.
         """
         prompt = self._prompt(tokens, model, salt)
-        self._check_open()
+        self._opened.check_open()
         with self._storage.lock:
             depth, needs_snapshot = branch_point_of(self._storage, prompt)
         if self.ranks is not None:  # the stages of a pipeline have different layers
@@ -505,7 +372,7 @@ class PrefixCache:
         """Count the leading tokens of a prompt that a stored one begins with, in whichever tier; a hit may be less deep. No
         I/O, no MLX, and nothing changes; of ranks each answers for itself.
         """
-        self._check_open()  # without the lock, which stores behind need to end
+        self._opened.check_open()  # without the lock, which stores behind need to end
         with self._storage.lock:
             return max((prompt.walk(space).depth for space in prompt.namespaces()), default=0)
 
@@ -513,7 +380,7 @@ class PrefixCache:
         """Return how stored sequences go on behind the first `start` tokens of a prompt, as far as `limit` tokens. Those that
         are alike so far count once, and no more than `most` are looked at. Nothing is read, as by `known`.
         """
-        self._check_open()  # without the lock, which stores behind need to end
+        self._opened.check_open()  # without the lock, which stores behind need to end
         with self._storage.lock:
             walks = [prompt.walk(space) for space in prompt.namespaces()]
             found = {
@@ -576,7 +443,7 @@ class PrefixCache:
 
     def _worth(self, prompt: Prompt, leave: int) -> int:
         """Return how many tokens to leave, so that what is hit is quicker fetched than computed."""
-        self._check_open()
+        self._opened.check_open()
         return decline_slow(self._storage, self.rates, prompt, leave) if self.declines_slow_hits else leave
 
     def learn_prefill(self, tokens: int, seconds: float, *, model: str) -> None:
@@ -594,7 +461,7 @@ class PrefixCache:
         try:
             coming.result()
         except concurrent.futures.CancelledError as error:
-            self._check_open()
+            self._opened.check_open()
             raise RuntimeError("the promotion was cancelled") from error
         return read_ahead
 
@@ -602,7 +469,7 @@ class PrefixCache:
         self, prompt: Prompt, leave: int, room: int | None, read_ahead: ReadAhead | None
     ) -> tuple[FetchedPrompt | None, int]:
         """Return the deepest prompt cache that hot prompts and RAM have, and its tokens; (None, 0) on a miss."""
-        self._check_open()
+        self._opened.check_open()
         if (hot := hot_hit(self._storage, prompt, leave)) is not None:
             return FetchedPrompt(hot.state.layers(hot.depth), hot.depth), hot.depth
         hit = self._find(prompt, leave)
@@ -655,7 +522,7 @@ class PrefixCache:
         return stored
 
     def _find(self, prompt: Prompt, leave: int) -> PinnedPrompt | None:
-        self._check_open()
+        self._opened.check_open()
         with self._storage.lock:
             unflushed = len(self._storage.graph.recency.unflushed)
             if unflushed > RECENCY_FLUSH_SLOTS or time.monotonic() > self._last_flush + RECENCY_FLUSH_INTERVAL:
@@ -665,10 +532,12 @@ class PrefixCache:
 
     def _count(self, prompt: Prompt, depth: int, hot: int = 0) -> None:
         """A request was given so many tokens, of which so many were hot: once, however often RAM was asked for them."""
-        if self._closed:
+        if self._opened.closed:
             return
-        if self._recorder is not None:
-            self._recorder.fetch(self._namespaces.recorded_root(prompt.model, prompt.salt), prompt.token_bytes)
+        if self._opened.recorder is not None:
+            self._opened.recorder.fetch(
+                self._opened.namespaces.recorded_root(prompt.model, prompt.salt), prompt.token_bytes
+            )
         with self._storage.lock:
             count_hit(self._storage, prompt, depth, hot)
             other = prompt.left_alone(depth)
@@ -708,7 +577,7 @@ class PrefixCache:
             return local
         limits = [max(len(prompt) - leave, 0)] * 2
         both = last_of(local, remote, lambda: self._depths(prompt, limits)[0])
-        both.add_done_callback(self._promoter.notify)
+        both.add_done_callback(self._opened.promoter.notify)
         return both
 
     def promote_remote(
@@ -717,16 +586,16 @@ class PrefixCache:
         """Of `promote`, what the remote tier has. None where there is nothing to ask it for: the prompt is known here, it was
         missing there just now, or the engine doesn't answer.
         """
-        self._check_open()
+        self._opened.check_open()
         check_leave(leave)
         if prefill_rate is not None and (not isinstance(prefill_rate, (int, float)) or not prefill_rate > 0):
             raise ValueError(f"prefill_rate={prefill_rate!r}: give tokens a second, more than 0")
-        remote = self._remote
+        remote = self._opened.remote
         return remote.promote(prompt, leave, prefill_rate) if remote is not None else None
 
     def promote_local(self, prompt: Prompt, *, leave: int = 0) -> Future[int]:
         """Of `promote`, what the SSD has."""
-        self._check_open()
+        self._opened.check_open()
         check_leave(leave)
         with self._storage.lock:
             deepest = prompt.deepest(self._storage.graph.last, leave)
@@ -737,9 +606,9 @@ class PrefixCache:
                 done.set_result(depth)
                 return done
         try:
-            return self._promoter.submit(prompt, leave)
+            return self._opened.promoter.submit(prompt, leave)
         except RuntimeError:
-            self._check_open()  # closed meanwhile
+            self._opened.check_open()  # closed meanwhile
             raise
 
     async def promote_async(
@@ -757,7 +626,7 @@ class PrefixCache:
 
     def unread(self, tokens: Tokens | Prompt, *, model: str | None = None, salt: bytes = b"", leave: int = 0) -> int:
         """The bytes that `promote` would read for these tokens now. No I/O, no MLX, nothing changes."""
-        self._check_open()
+        self._opened.check_open()
         check_leave(leave)
         prompt, last = self._prompt(tokens, model, salt), self._storage.graph.last
         with self._storage.lock:
@@ -771,23 +640,23 @@ class PrefixCache:
 
     def pin(self, tokens: Tokens | Prompt, *, model: str | None = None, salt: bytes = b"") -> int:
         """Keep what is stored of `tokens` in the tier it is in. Returns how many tokens that are; counts."""
-        self._check_open()
-        return self._pins.add(self._prompt(tokens, model, salt))
+        self._opened.check_open()
+        return self._opened.pins.add(self._prompt(tokens, model, salt))
 
     def unpin(self, tokens: Tokens | Prompt, *, model: str | None = None, salt: bytes = b"") -> bool:
         """Undo one `pin` of the same tokens. False when there is none."""
-        self._check_open()
-        return self._pins.remove(self._prompt(tokens, model, salt))
+        self._opened.check_open()
+        return self._opened.pins.remove(self._prompt(tokens, model, salt))
 
     def pinned(self) -> list[Pinned]:
         """The prompts that are pinned: for each a name for `end_pins`, and numbers."""
-        self._check_open()
-        return self._pins.listed()
+        self._opened.check_open()
+        return self._opened.pins.listed()
 
     def end_pins(self, name: str) -> int:
         """Undo every `pin` of the prompt that `pinned` gives this name. Returns how many there were."""
-        self._check_open()
-        return self._pins.end(name)
+        self._opened.check_open()
+        return self._opened.pins.end(name)
 
     def lease(self, tokens: Tokens | Prompt, *, ttl: float, model: str | None = None, salt: bytes = b"") -> int:
         """Keep what is stored of `tokens` for `ttl` seconds, a day at most: its images are the last to leave the last tier
@@ -798,26 +667,26 @@ class PrefixCache:
         lease ends where a tenant's take more than `lease_share`, or those of all tenants more than half. Leases outlast a
         restart if the cache was closed, and has an SSD.
         """
-        self._check_open()
+        self._opened.check_open()
         wanted = seconds(ttl, "lease: ttl")
         if wanted is None:
             raise ValueError("ttl=None: give the seconds to keep it for")
-        return self._leases.add(self._prompt(tokens, model, salt), wanted)
+        return self._opened.leases.add(self._prompt(tokens, model, salt), wanted)
 
     def leased(self) -> list[Leased]:
         """The prompts that are leased, the oldest lease first: numbers, no text."""
-        self._check_open()
-        return self._leases.listed()
+        self._opened.check_open()
+        return self._opened.leases.listed()
 
     def end_session(self, session: str, *, salt: bytes = b"") -> Deleted:
         """Delete, in every tier, what requests stored that named this session (`Prompt.in_session`) and this salt, and that
         no other request has used since; and end its leases. What is pinned stays, what others lease, and what others' prompts
         depend on. What an SSD brings after a restart is no session's.
         """
-        self._check_open()
+        self._opened.check_open()
         session = as_session(session)
         roots = roots_meant(self._storage, Selection(), as_salt(salt))
-        self._leases.end_session(roots, session)
+        self._opened.leases.end_session(roots, session)
         deleted = end_session(self._storage, roots, session)
         forget_deleted(self._storage)
         trim_process_memory()
@@ -831,7 +700,7 @@ class PrefixCache:
         Blocks that a longer prompt goes on from stay, and so do those before them. With `following` all that begins with this
         prompt is deleted, too, and its pins end.
         """
-        self._check_open()
+        self._opened.check_open()
         prompt = self._prompt(tokens, model, salt)
         if not following:
             removed = remove(self._storage, prompt)
@@ -839,7 +708,7 @@ class PrefixCache:
             return removed
         if not len(prompt):
             raise ValueError("tokens are empty, and everything begins with none: call clear() for that")
-        self._pins.end_beginning_with(prompt)
+        self._opened.pins.end_beginning_with(prompt)
         removed = remove_following(self._storage, prompt)
         forget_deleted(self._storage)
         return removed
@@ -849,7 +718,7 @@ class PrefixCache:
         it: delete what that hit was made of, in every tier, other prompts' shares included. Returns the bytes. The next fetch
         is a miss, and what is computed then is stored anew.
         """
-        self._check_open()
+        self._opened.check_open()
         prompt.given_rows.tokens = 0
         freed = discard_hit(self._storage, prompt, depth)
         forget_deleted(self._storage)
@@ -861,16 +730,16 @@ class PrefixCache:
 
         Raises `ssd.NoSuchNamespace` where nothing is of that model.
         """
-        self._check_open()
+        self._opened.check_open()
         if model is None and salt is None:
             with self._storage.lock:
                 slots = self._storage.graph.slots.values()
                 deleted = Deleted(len(slots), sum(slot.nbytes for slot in slots))
-                self._pins.clear()
+                self._opened.pins.clear()
                 self._storage.clear()
         else:
             roots = roots_meant(self._storage, Selection(model), None if salt is None else as_salt(salt))
-            self._pins.clear(roots)
+            self._opened.pins.clear(roots)
             deleted = clear_namespaces(self._storage, roots)
         forget_deleted(self._storage)
         trim_process_memory()
@@ -892,13 +761,17 @@ class PrefixCache:
 
         Raises ValueError where nothing is given, or no SSD is there for `ssd_to`; `ssd.NoSuchNamespace` as `clear`.
         """
-        self._check_open()
+        self._opened.check_open()
         if (model, salt, namespace, used_before, ssd_to) == (None,) * 5:
             raise ValueError(
                 "nothing is selected: give model, salt, namespace, used_before or ssd_to; clear() deletes all"
             )
-        if ssd_to is not None and self._ssd is None:
-            why = "this cache was opened without an SSD" if self._disk is None else "the SSD's disk is not there yet"
+        if ssd_to is not None and self._opened.ssd is None:
+            why = (
+                "this cache was opened without an SSD"
+                if self._opened.disk is None
+                else "the SSD's disk is not there yet"
+            )
             raise ValueError(f"ssd_to={ssd_to!r}: {why}; leave it out")
         storage, selection = self._storage, Selection(model, namespace)
         roots = roots_meant(storage, selection, None if salt is None else as_salt(salt))
@@ -913,7 +786,7 @@ class PrefixCache:
         """Let the coldest leave RAM (to the SSD, where there is one) until it holds at most `nbytes`. Returns bytes held:
         more, when the SSD did not take what must leave within `wait` seconds (the setting `spill_wait`, if None).
         """
-        self._check_open()
+        self._opened.check_open()
         wait = seconds(wait, "trim_to: wait")
         limit, before = number(nbytes, "trim_to", "bytes"), self._storage.budget.held().total
         if before <= limit:
@@ -931,26 +804,20 @@ class PrefixCache:
 
         Raises ValueError for what is no size, for 0, and for a tier that the cache was opened without.
         """
-        self._check_open()
+        self._opened.check_open()
         wait = seconds(wait, "resize: wait")
         sizes = {name: parse_size(value, name) for name, value in (("ram", ram), ("ssd", ssd)) if value is not None}
         for name, nbytes in sizes.items():
             if not nbytes:
                 raise ValueError(f"{name}=0: a tier can't be taken away while the cache runs; open another without it")
-        if "ssd" in sizes and self._ssd is None and self._disk is not None:
+        if "ssd" in sizes and self._opened.ssd is None and self._opened.disk is not None:
             raise ValueError(
                 f"ssd={ssd!r}: the disk of {str(self.settings.ssd_dir)!r} is not there yet; try again when it is"
             )
-        if "ssd" in sizes and self._ssd is None:
+        if "ssd" in sizes and self._opened.ssd is None:
             raise ValueError(f"ssd={ssd!r}: this cache was opened without an SSD; open another with ssd_dir")
         if "ram" in sizes:
-            if self._ssd is not None:
-                self._ssd.resize_queue(self.settings.queue_bytes(sizes["ram"]))
-            if device_memory() is None:
-                with self._storage.lock:
-                    self._storage.hot.resize(self.settings.hot_bytes(sizes["ram"]))
-            self._storage.ram.resize(sizes["ram"], self.settings.spill_wait if wait is None else wait, asked=True)
-            trim_process_memory()
+            self._opened.resize_ram(sizes["ram"], self.settings.spill_wait if wait is None else wait)
         if "ssd" in sizes:
             self._storage.lower[0].resize(sizes["ssd"])
 
@@ -959,7 +826,7 @@ class PrefixCache:
 
         A sequence is a stored prompt that no other stored prompt goes on from.
         """
-        self._check_open()
+        self._opened.check_open()
         kept = self._storage.keep(number(sequences, "keep", "sequences"))
         forget_deleted(self._storage)
         return kept
@@ -968,7 +835,7 @@ class PrefixCache:
         """Set RAM of the budget aside for something of the caller's, evicting the coldest for it; it counts as held until
         `release()`, or the end of a `with` block. None when the room can't be had.
         """
-        self._check_open()
+        self._opened.check_open()
         wait = self.settings.spill_wait if self.settings.spill == "wait" else 0.0
         return self._storage.ram.reserve(number(nbytes, "reserve", "bytes"), wait)
 
@@ -976,15 +843,15 @@ class PrefixCache:
 
     def stats(self) -> Stats:
         """Where everything is now, and what has happened since the cache was opened."""
-        self._check_process()
-        return collect_stats(self._storage, self._leases, self._ssd, self._remote, str(self.codec), self._kernels)
+        self._opened.check_process()
+        return self._opened.stats()
 
     def codec_of(self, model: str) -> Codec:
         """What codes the rows of this model, an identity. Of codec `Transform`: its `Calibrated` form with the model's basis,
         which is looked for once and reserved in RAM; TurboQuant, with a warning, where there is none or no room for it.
         """
-        self._check_open()
-        return self._namespaces.codec_of(model)
+        self._opened.check_open()
+        return self._opened.namespaces.codec_of(model)
 
     def check_integrity(self) -> None:
         """AssertionError when an invariant of the graph, the budget or the orders of eviction does not hold."""
@@ -993,15 +860,15 @@ class PrefixCache:
             for tier in self._storage.lower:
                 tier.check_integrity()
             self._storage.hot.check_integrity()
-            self._leases.check_integrity()
+            self._opened.leases.check_integrity()
 
     def flush(self, timeout: float | None = None) -> bool:
         """Make what RAM holds durable, as far as the SSD's limit has room. False when that did not end within `timeout`
         seconds, when the disk failed meanwhile, or while it is not there yet.
         """
-        self._check_open()
+        self._opened.check_open()
         timeout = seconds(timeout, "flush: timeout")
-        if self._disk is not None and self._ssd is None:
+        if self._opened.disk is not None and self._opened.ssd is None:
             return False
         self._storage.spilling.flush_recency()
         return self._storage.spilling.drain(timeout if timeout is not None else self.settings.close_timeout)
@@ -1013,59 +880,7 @@ class PrefixCache:
         A cache with a directory that is open when the interpreter ends is closed then. An exception that interrupts this
         (KeyboardInterrupt) cuts the writing short: what is being written becomes durable, the directory is let go of.
         """
-        if self._pid != os.getpid():
-            return
-        with self._close_lock:
-            if self._closed:
-                return
-            self._closed = True
-            end, whole = time.monotonic() + self.settings.close_timeout, False
-            try:
-                self._behind.close()
-                self._pressure.stop()
-                if self._disk is not None:
-                    self._disk.stop()
-                self._idle.stop()
-                if self._summary is not None:
-                    self._summary.stop()
-                self._promoter.close(_left(end))
-                if self._ssd is not None:
-                    self._write_out(_left(end))
-                if self._remote is not None:
-                    self._remote.close(min(LAST_UPLOADS, _left(end)))
-                whole = True
-            finally:
-                if self._remote is not None and not whole:
-                    self._remote.close(0.0)
-                if self._ssd is not None:
-                    self._ssd.close(_left(end) if whole else min(INTERRUPTED_CLOSE, _left(end)))
-                _open.discard(self)
-                with self._storage.lock:
-                    self._storage.counters.denied += self._storage.budget.denied  # of a budget that ends here
-                    self._leases.release()
-                    self._storage.release()
-                if self._recorder is not None:
-                    self._recorder.close()
-                trim_process_memory()
-
-    def _write_out(self, timeout: float) -> None:
-        ssd, spilling = self._ssd, self._storage.spilling
-        assert ssd is not None
-        spilling.flush_recency()
-        ssd.note = self._leases.note()
-        failed = ssd.failed
-        if not self.settings.spill_on_close or spilling.drain(timeout):
-            return
-        left = spilling.unwritten()
-        if not left:
-            return
-        what = f"{len(left)} images ({size(sum(slot.nbytes for slot in left))}) that only RAM has are not written"
-        if ssd.failed > failed:
-            log.warning("SSD %s: closed with a disk that fails: %s: %s", ssd.directory, what, ssd.stats().last_error)
-        else:
-            log.warning(
-                "SSD %s: %s: close_timeout=%s s were not enough", ssd.directory, what, self.settings.close_timeout
-            )
+        self._opened.close()
 
     def __enter__(self) -> PrefixCache:
         return self
@@ -1074,54 +889,3 @@ class PrefixCache:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def _check_process(self) -> None:
-        if self._pid != os.getpid():  # its locks may be held by threads that the fork left behind
-            raise RuntimeError(
-                f"this PrefixCache is of process {self._pid}, and this is a fork of it: open another here"
-            )
-
-    def _check_open(self) -> None:
-        self._check_process()
-        if self._closed:
-            raise RuntimeError("this PrefixCache is closed: open another")
-        self._behind.wait()
-
-
-@atexit.register
-def _close_all() -> None:
-    """Those that nobody closed. Threads can't be started any more; those of the SSD's writer still run."""
-    for cache in list(_open):
-        try:
-            cache.close()
-        except Exception:
-            log.exception("ssd_dir=%r: not closed cleanly at the end of the program", str(cache.settings.ssd_dir))
-
-
-def _left(end: float) -> float:
-    return max(end - time.monotonic(), 0.0)
-
-
-def _of_rank(settings: Settings, ranks: Ranks) -> Settings:
-    """The settings of one rank: a directory of its own. All see the same prompts, so only the first records them."""
-    own: dict[str, Any] = {}
-    if settings.ssd_dir is not None:
-        own["ssd_dir"] = rank_folder(settings.ssd_dir, ranks.rank)
-    if not ranks.is_first:
-        own["trace"] = None
-    return settings.model_copy(update=own)
-
-
-def device_memory() -> int | None:
-    """Return the bytes of memory that MLX's device has of its own, as an NVIDIA GPU; None where it computes in RAM."""
-    if not mx.cuda.is_available() or mx.default_device().type != mx.DeviceType.gpu:
-        return None
-    told = mx.device_info()
-    return int(told.get("total_memory") or told.get("memory_size") or 0)
-
-
-def usable_memory() -> int:
-    """Bytes that "auto" takes a share of: on a Mac Metal's recommended working set, else the machine's memory."""
-    if mx.metal.is_available():
-        return int(mx.metal.device_info()["max_recommended_working_set_size"])
-    return machine_memory()

@@ -21,6 +21,7 @@ from hypothesis import HealthCheck, Phase, settings
 os.environ.setdefault("MLX_ENABLE_TF32", "0")
 
 import prefixcache  # MLX comes with `prefixcache.PrefixCache`, when a test opens one
+from tests.inside import inside
 
 # How long an example takes says how busy the machine is, and nothing of the code.
 BUSY = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
@@ -111,11 +112,11 @@ def opened(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[
         for cache in caches:
             closing.callback(cache.close)
         for cache in caches:
-            if not cache._closed:
+            if not inside(cache).closed:
                 cache.check_integrity()
     for cache in caches:  # a writer that a test kept from ending in time would go on, and log, in the next one
-        if cache._ssd is not None:
-            cache._ssd._writer._thread.join(60)
+        if inside(cache).ssd is not None:
+            inside(cache).ssd._writer._thread.join(60)
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import pytest
 from mlx_lm.models.cache import KVCache
 
 from prefixcache import TurboQuant
+from tests.inside import inside
 from tests.models import states
 from tests.models.states import got, put
 
@@ -262,7 +263,7 @@ def test_trim_to_nothing_does_not_wait_for_what_nodes_hold(opened, monkeypatch):
     cache = opened()
     put(cache, LONG)
     assert cache.flush(10)
-    monkeypatch.setattr(cache._storage.changed, "wait", lambda seconds: pytest.fail("it waits"))
+    monkeypatch.setattr(inside(cache).storage.changed, "wait", lambda seconds: pytest.fail("it waits"))
     assert 0 < cache.trim_to(0, wait=30) == cache.stats().ram_held
     assert cache.match(LONG, model="m") == (0, len(LONG))
 
@@ -283,9 +284,9 @@ def test_removed_while_it_waits_for_the_ssd_and_stored_again(opened):
     cache = opened(spill="wait")
     for _ in range(20):
         put(cache, LONG)
-        with cache._storage.lock:
-            for slot in list(cache._storage.graph.orders[0]):
-                cache._storage.lower.spill_tier.spill(slot)
+        with inside(cache).storage.lock:
+            for slot in list(inside(cache).storage.graph.orders[0]):
+                inside(cache).storage.lower.spill_tier.spill(slot)
         cache.remove(LONG, model="m")
         cache.check_integrity()
         assert cache.match(LONG, model="m") == (0, 0)

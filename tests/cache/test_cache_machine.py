@@ -25,6 +25,7 @@ from prefixcache.tiers.admission import SHARE
 from prefixcache.tiers.hot import HotPrompts
 from tests.cache.pictured import Picture, PicturedCache, cut, may_end, media_of
 from tests.given_rates import computing_is
+from tests.inside import inside
 from tests.models import states
 from tests.models.transforming import uneven_bases
 from tests.waiting import until
@@ -50,7 +51,7 @@ class Watch(threading.Thread):
 
     def __init__(self, cache):
         super().__init__(daemon=True)
-        self.budget, self.over, self.stop = cache._storage.budget, [], threading.Event()
+        self.budget, self.over, self.stop = inside(cache).storage.budget, [], threading.Event()
 
     def run(self):
         while not self.stop.wait(0.0005):
@@ -63,13 +64,13 @@ class Watch(threading.Thread):
 
 def unlocked(cache):
     """Have a cache fail where it waits for stores behind with the lock that they need to end."""
-    wait = cache._behind.wait
+    wait = inside(cache).behind.wait
 
     def checked():
-        assert not cache._storage.lock._is_owned()
+        assert not inside(cache).storage.lock._is_owned()
         wait()
 
-    cache._behind.wait = checked
+    inside(cache).behind.wait = checked
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -173,7 +174,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def hot_beginning(self, tokens) -> int:
         """How many of these tokens a hot prompt begins with."""
-        hot = self.cache._storage.hot
+        hot = inside(self.cache).storage.hot
         tokens = np.frombuffer(self.cache.prompt(tokens, model="m").token_bytes, "<i8").tolist()
         return max((common(tokens, one.ids.tolist()) for root in hot.roots() for one in hot.of(root)), default=0)
 
@@ -267,7 +268,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(seed=st.integers(0, 1 << 30), step=st.sampled_from([512, 1280, 5120]))
     def store_a_long_prompt_that_never_came(self, seed, step):
         """What was hit stays, but for a share of the RAM, however the prompt is stored."""
-        storage = self.cache._storage
+        storage = inside(self.cache).storage
         hit = {slot.key: slot.nbytes for slot in storage.graph.slots.values() if slot.hits}
         forgotten, limit = storage.counters.forgotten, storage.budget.limit
         often_returned = storage.long_prompts.often_return
@@ -307,7 +308,7 @@ class CacheMachine(RuleBasedStateMachine):
     def remove_following(self, tokens):
         """Nothing that begins with the tokens is there afterwards; what does not is as deep as before."""
         rest = [s for s in self.stored if s[: len(tokens)] != tokens]
-        unindexed = any(tier.unindexed for tier in self.cache._storage.lower)
+        unindexed = any(tier.unindexed for tier in inside(self.cache).storage.lower)
         self.cache.remove(tokens, model="m", following=True)
         self.pinned = [p for p in self.pinned if p[: len(tokens)] != tokens]
         self.sure.clear()
@@ -325,7 +326,7 @@ class CacheMachine(RuleBasedStateMachine):
             self.cache.prune(salt=b"", ssd_to=self.cache.stats().ssd.used * part // 4)
         else:
             self.cache.prune(salt=b"")
-            if not self.pinned and not self.cache._storage.graph.pinned:
+            if not self.pinned and not inside(self.cache).storage.graph.pinned:
                 assert self.cache.match(tokens, model="m").ssd == 0
         assert self.cache.match(tokens, model="m", salt=b"other").ssd >= kept or not self.roomy
         self.cache.clear(salt=b"other")
@@ -396,7 +397,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache.end_session(session)
         if other != session:
             assert self.cache.match(prompt).ssd >= used
-        slots = self.cache._storage.graph.slots.values()
+        slots = inside(self.cache).storage.graph.slots.values()
         needed = [slot for slot in slots if slot.session == session and not (slot.pins or slot.leases)]
         assert all(slot.kind == "rows" for slot in needed)
         self.sure.clear()
@@ -428,11 +429,11 @@ class CacheMachine(RuleBasedStateMachine):
     @rule()
     def rest(self):
         """Nobody asks for a while: then no whole block is lost with RAM. Without spill_on_close, spill_idle="auto" is 0."""
-        assert self.cache._ssd.flush(30)
-        while self.cache._idle.write():
-            assert self.cache._ssd.flush(30)
+        assert inside(self.cache).ssd.flush(30)
+        while inside(self.cache).idle.write():
+            assert inside(self.cache).ssd.flush(30)
         if self.roomy:
-            in_ram = self.cache._storage.graph.orders[0]
+            in_ram = inside(self.cache).storage.graph.orders[0]
             assert all(slot.is_in(1) for slot in in_ram if slot.kind == "snapshot" or slot.node.is_whole)
 
     @rule(tokens=prompts, data=st.data(), missing=st.sampled_from([0, 1, 40, 200]), runs=RUNS)
@@ -535,7 +536,7 @@ class RecurrentMachine(LevelledMachine):
 
     def _open(self):
         super()._open()
-        self.cache._storage.hot = HotPrompts(Budget(1_000_000), 1_000_000)
+        inside(self.cache).storage.hot = HotPrompts(Budget(1_000_000), 1_000_000)
 
     @rule(tokens=prompts)
     def go_on_from_a_store(self, tokens):
@@ -715,7 +716,7 @@ class HotMachine(NeighboursMachine):
 
     def _open(self):
         super()._open()
-        self.cache._storage.hot = HotPrompts(Budget(1_000_000), 1_000_000)
+        inside(self.cache).storage.hot = HotPrompts(Budget(1_000_000), 1_000_000)
 
 
 class SharedDiskMachine(CacheMachine):

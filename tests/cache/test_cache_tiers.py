@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from tests.inside import inside
 from tests.models import states
 from tests.models.states import got, put
 
@@ -131,7 +132,7 @@ def test_a_long_prompt_whose_first_file_vanished_is_stored_again_from_there(open
     put(cache, tokens)
     cache.flush(20)
     cache.trim_to(0, wait=10)
-    (first,) = next(iter(cache._storage.graph.trees.values())).root.children
+    (first,) = next(iter(inside(cache).storage.graph.trees.values())).root.children
     (tmp_path / "ssd" / "rows" / first.key.hex()[:2] / f"{first.key.hex()}.safetensors").unlink()
     assert cache.promote(tokens, model="m").result(20) == 0
     assert put(cache, tokens).tokens == len(tokens)
@@ -164,7 +165,7 @@ def test_ram_only_works_without_a_directory(opened):
 
 def test_a_full_queue_drops_the_coldest_and_counts_it(opened, monkeypatch):
     cache = opened(ram=200_000, spill="drop", spill_queue=1)
-    monkeypatch.setattr(cache._ssd, "write", lambda *a: False)
+    monkeypatch.setattr(inside(cache).ssd, "write", lambda *a: False)
     for i in range(10):
         assert put(cache, [i] * 600).tokens == 600
     assert cache.stats().counters.dropped > 0

@@ -12,6 +12,7 @@ import pytest
 
 from prefixcache import PrefixCache
 from prefixcache.ssd import reconcile, survey
+from tests.inside import inside
 from tests.models import states
 
 PROMPT = [n * 7 % 1000 for n in range(600)]
@@ -27,7 +28,7 @@ def root_of(salt: bytes) -> bytes:
     """The root key of the victim's namespace."""
     with PrefixCache(ram="64MB", codec="raw") as cache:
         cache.store(PROMPT, states.sliceable(PROMPT), model="m", salt=salt)
-        return next(iter(cache._storage.namespaces))
+        return next(iter(inside(cache).storage.namespaces))
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from prefixcache import PrefixCache
 from prefixcache.keys import BLOCK, common_prefix
 from prefixcache.layers.image_layout import live_arrays
 from prefixcache.tiers.hot import MOST
+from tests.inside import inside
 from tests.models import states
 from tests.models.states import prompt
 
@@ -155,7 +156,7 @@ def test_a_hit_takes_as_many_hot_blocks_as_there_are(runs, data, whole_blocks):
         asked = cache.prompt(tokens, model="m", whole_blocks=whole_blocks)
         made, rest = cache.fetch(asked)
         depth = len(tokens) - len(rest)
-        kept = cache._storage.hot
+        kept = inside(cache).storage.hot
         alike = [common_prefix(hot.ids, np.array(tokens[:depth])) for root in kept.roots() for hot in kept.of(root)]
         assert hot_tokens(cache) // BLOCK == max(alike, default=0) // BLOCK
         if made is not None:
@@ -168,7 +169,7 @@ def test_a_hit_takes_as_many_hot_blocks_as_there_are(runs, data, whole_blocks):
 
 @pytest.mark.parametrize("codec", ["raw", "turboquant:4"])
 def test_what_a_promotion_brings_behind_a_hot_beginning(tmp_path, monkeypatch, codec):
-    monkeypatch.setattr("prefixcache.cache.device_memory", lambda: 8_000_000)  # they leave with no image
+    monkeypatch.setattr("prefixcache.open_cache.device_memory", lambda: 8_000_000)  # they leave with no image
     with PrefixCache(ram="20MB", codec=codec, ssd_dir=tmp_path, ssd="50MB", memory_reserve=0) as cache:
         plain(cache, LONG)
         cache.store(DEEPER, states.uneven(DEEPER), model="m")
@@ -333,7 +334,7 @@ def test_a_chat_goes_on_hot_from_turn_to_turn(cache):
 
 
 def test_a_device_with_memory_of_its_own_has_a_budget_of_its_own(monkeypatch):
-    monkeypatch.setattr("prefixcache.cache.device_memory", lambda: 8_000_000)
+    monkeypatch.setattr("prefixcache.open_cache.device_memory", lambda: 8_000_000)
     with PrefixCache(ram="400kB", codec="raw", memory_reserve=0) as cache:
         for seed in range(20):
             cache.store(prompt(seed), made := states.sliceable(prompt(seed)), model="m")
@@ -353,7 +354,7 @@ def test_a_device_with_memory_of_its_own_has_a_budget_of_its_own(monkeypatch):
 
 
 def test_a_hot_hit_counts_although_its_images_have_left_ram(tmp_path, monkeypatch):
-    monkeypatch.setattr("prefixcache.cache.device_memory", lambda: 8_000_000)
+    monkeypatch.setattr("prefixcache.open_cache.device_memory", lambda: 8_000_000)
     with PrefixCache(ram="2MB", codec="raw", ssd_dir=tmp_path, ssd="50MB", memory_reserve=0) as cache:
         cache.store(LONG, made := states.sliceable(LONG), model="m")
         assert cache.keep_hot(LONG, made, model="m")

@@ -17,6 +17,7 @@ from prefixcache import PrefixCache
 from prefixcache.ssd import ledger
 from prefixcache.tiers.idle import DAY, LOOKS, Idle
 from tests.cache.test_write_through import put, written
+from tests.inside import inside
 from tests.models import states
 from tests.models.states import prompt
 from tests.servers.serving import ask, save_model, serving, text, wait_for
@@ -36,8 +37,8 @@ class Clock:
 
 def quiet(cache: PrefixCache) -> Idle:
     """The cache's idle writes, by hand."""
-    cache._idle.stop()
-    return Idle(cache._storage, Clock())
+    inside(cache).idle.stop()
+    return Idle(inside(cache).storage, Clock())
 
 
 def rest(cache: PrefixCache, idle: Idle) -> None:
@@ -125,7 +126,7 @@ def test_no_more_than_its_bytes_are_written_in_a_day(opened):
     idle = quiet(cache)
     for seed in range(10):
         put(cache, prompt(seed, 2048))
-    sizes = {slot.nbytes for slot in cache._storage.graph.orders[0]}
+    sizes = {slot.nbytes for slot in inside(cache).storage.graph.orders[0]}
     rest(cache, idle)
     first = cache.stats().counters.idle_bytes
     assert 100_000 - max(sizes) < first <= 100_000
@@ -144,7 +145,7 @@ def test_the_most_recent_prompt_is_written_first(opened):
         put(cache, prompt(seed, 512))
     cache.fetch(prompt(0, 513), model="m")
     rest(cache, idle)
-    blocks = {slot.node.tokens for slot in cache._storage.graph.slots.values() if slot.is_in(1)}
+    blocks = {slot.node.tokens for slot in inside(cache).storage.graph.slots.values() if slot.is_in(1)}
     assert blocks == {np.array(prompt(0, 512)[at : at + 256], "<i8").tobytes() for at in (0, 256)}
 
 
@@ -194,7 +195,7 @@ def test_a_disk_that_was_full_gets_it_when_there_is_room(opened, monkeypatch):
         rest(cache, idle)
         until(lambda: cache.stats().ssd.errors)
         rest(cache, idle)
-    until(lambda: cache._ssd.has_room(1))
+    until(lambda: inside(cache).ssd.has_room(1))
     until(lambda: rest(cache, idle) or cache.stats().images_on_ssd == 2)
     cache.check_integrity()
 

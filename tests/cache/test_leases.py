@@ -6,6 +6,7 @@ import pytest
 
 from prefixcache import PrefixCache
 from prefixcache.store_fetch_remove import leases
+from tests.inside import inside
 from tests.models import states
 
 KEPT = states.prompt(1, 600)
@@ -17,7 +18,7 @@ class Clock:
 
     def __init__(self, cache):
         self.now = 1000.0
-        cache._leases.clock = lambda: self.now
+        inside(cache).leases.clock = lambda: self.now
 
 
 @pytest.fixture(params=["ram", "both"])
@@ -36,7 +37,7 @@ def opened(tiers):
 
     yield open_cache
     for cache in caches:
-        if not cache._closed:
+        if not inside(cache).closed:
             cache.check_integrity()
         cache.close()
 
@@ -226,10 +227,10 @@ def test_a_note_that_no_cache_wrote_is_passed_over(opened, spoil):
     cache = opened()
     put(cache, KEPT)
     cache.lease(KEPT, model="m", ttl=HALF_HOUR)
-    (told,) = json.loads(cache._leases.note())
-    cache._leases.restore(json.dumps([spoil(told)]))
+    (told,) = json.loads(inside(cache).leases.note())
+    inside(cache).leases.restore(json.dumps([spoil(told)]))
     for text in ("", "[", "7", "{}", "[" * 100_000):
-        cache._leases.restore(text)
+        inside(cache).leases.restore(text)
     assert len(cache.leased()) == 1
     cache.check_integrity()
 
@@ -241,7 +242,7 @@ def test_a_note_is_short_however_many_there_are(opened):
         tokens = states.prompt(seed, 30)
         put(cache, tokens)
         assert cache.lease(tokens, model="m", ttl=HALF_HOUR) == 30
-    note = cache._leases.note()
+    note = inside(cache).leases.note()
     assert len(note) <= leases.NOTED
     assert 50 < len(json.loads(note)) < 300
 

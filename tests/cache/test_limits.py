@@ -12,6 +12,7 @@ import pytest
 
 from prefixcache import PrefixCache, memory
 from prefixcache.tiers.memory_pressure import LEAST, Pressure
+from tests.inside import inside
 from tests.models import states
 from tests.models.states import exact, prompt, put_prompts
 from tests.waiting import until
@@ -256,7 +257,7 @@ class Machine:
 
 def pressed(cache: PrefixCache, free: int, reserve: int) -> tuple[Pressure, Machine]:
     machine = Machine(cache, free)
-    return Pressure(cache._storage, reserve, machine.available), machine
+    return Pressure(inside(cache).storage, reserve, machine.available), machine
 
 
 @pytest.mark.parametrize("ssd", [True, False])
@@ -322,7 +323,7 @@ def test_a_cache_that_nobody_has_any_more_is_freed(opened, monkeypatch):
     monkeypatch.setattr("prefixcache.tiers.memory_pressure.PERIOD", 0.01)
     cache = PrefixCache(ram="2MB", codec="raw")
     put_prompts(cache, 1)
-    tiers = weakref.ref(cache._storage)
+    tiers = weakref.ref(inside(cache).storage)
     del cache
     gc.collect()
     assert tiers() is None

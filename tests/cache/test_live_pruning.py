@@ -9,6 +9,7 @@ import pytest
 
 from prefixcache import PrefixCache
 from prefixcache.store_fetch_remove.selection import NoSuchNamespace
+from tests.inside import inside
 from tests.models import states
 
 HOUR = 3600.0
@@ -100,7 +101,7 @@ def test_remove_with_what_follows_takes_what_is_left_of_a_prompt_whose_end_was_e
     with PrefixCache(**options) as cache:
         put(cache, tokens)
         cache.flush(30)
-        storage, prompt = cache._storage, cache.prompt(tokens, model="m@1")
+        storage, prompt = inside(cache).storage, cache.prompt(tokens, model="m@1")
         with storage.lock:
             (namespace,) = prompt.namespaces()
             for node in prompt.walk(namespace).nodes[: -evicted - 1 : -1]:

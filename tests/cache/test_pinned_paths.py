@@ -5,6 +5,7 @@ import pytest
 from prefixcache import PrefixCache
 from prefixcache.store_fetch_remove.image_maker import LiveMaker
 from prefixcache.tiers.prompt import take_hit
+from tests.inside import inside
 from tests.models import states
 from tests.models.states import prompt
 
@@ -39,7 +40,7 @@ def by_nodes_that_fill_the_budget(storage) -> None:
 
 @pytest.mark.parametrize("push", [by_a_lower_budget, by_nodes_that_fill_the_budget])
 def test_a_hit_keeps_what_its_images_hang_on(cache, push):
-    storage, tokens = cache._storage, PROMPT[: 6 * 256]
+    storage, tokens = inside(cache).storage, PROMPT[: 6 * 256]
     with storage.lock:
         found = take_hit(storage, cache.prompt(tokens, model="m"), 0)
         push(storage)

@@ -9,6 +9,7 @@ import pytest
 from prefixcache.blocks.node import RAM
 from prefixcache.blocks.policies import POLICIES
 from prefixcache.tiers.tier_in_graph import entry_of
+from tests.inside import inside
 from tests.models import states
 from tests.models.states import prompt, put_prompts
 
@@ -86,7 +87,7 @@ def test_the_ssd_is_given_what_it_has_something_hanging_on(opened):
     put_prompts(cache, 1)
     cache.flush(20)
     cache.trim_to(0)
-    storage = cache._storage
+    storage = inside(cache).storage
     with storage.lock:  # the first block's file went bad
         first = next(s for s in storage.graph.slots.values() if s.kind == "rows" and s.node.start == 0)
         storage.lower.spill_tier.tier.delete([entry_of(first)])
@@ -98,7 +99,7 @@ def test_the_ssd_is_given_what_it_has_something_hanging_on(opened):
 def test_a_store_and_a_fetch_tell_the_policy_what_was_asked_for(opened):
     cache = opened(policy="adaptive", ssd_dir=None, ssd_admission="always")
     put_prompts(cache, 1)
-    order = cache._storage.graph.orders[RAM].rest
+    order = inside(cache).storage.graph.orders[RAM].rest
     assert len(order._once)
     assert not order._states  # none is NEW: the request that brought them has ended
     assert sum(len(shadow._once) + len(shadow._again) for shadow in order._duel._shadows) > 0

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from prefixcache import DirectoryHeld, PrefixCache
 from prefixcache.cli import app
 from prefixcache.ssd import reconcile
+from tests.inside import inside
 from tests.models import states
 from tests.models.states import exact, put
 from tools.faults.evidence import du
@@ -150,7 +151,7 @@ def test_in_a_fork_the_cache_is_dead_and_says_so_even_if_its_locks_were_taken(tm
     let_go = threading.Event()
 
     def hold() -> None:
-        with cache._storage.lock:
+        with inside(cache).storage.lock:
             held.set()
             let_go.wait()
 
@@ -268,7 +269,7 @@ def test_an_interrupted_close_lets_go_of_the_directory(tmp_path, monkeypatch):
     def interrupted(timeout: float) -> bool:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cache._storage.spilling, "drain", interrupted)
+    monkeypatch.setattr(inside(cache).storage.spilling, "drain", interrupted)
     with pytest.raises(KeyboardInterrupt):
         cache.close()
     cache.close()

@@ -6,6 +6,7 @@ import pytest
 
 from prefixcache import PrefixCache
 from prefixcache.tiers.prompt import take_hit
+from tests.inside import inside
 from tests.models import states
 from tests.models.states import prompt
 
@@ -27,7 +28,7 @@ def cache(tmp_path):
 
 
 def counted(cache: PrefixCache) -> tuple[int, int]:
-    graph = cache._storage.graph
+    graph = inside(cache).storage.graph
     return graph.walks, graph.visits
 
 
@@ -112,11 +113,11 @@ def test_a_prompt_continued_with_its_answer_goes_on_from_its_walk(cache):
 def test_the_first_tokens_of_a_prompt_go_on_from_its_walk(cache, count):
     prompt = cache.prompt(PROMPT, model="m")
     assert cache.match(prompt).ssd == len(PROMPT)
-    before = cache._storage.graph.walks
+    before = inside(cache).storage.graph.walks
     first = prompt.first(count)
     known = min(count, len(PROMPT))
     assert (len(first), cache.match(first).ssd) == (known, known)
-    assert cache._storage.graph.walks - before == (count < 256)
+    assert inside(cache).storage.graph.walks - before == (count < 256)
     assert cache.match(prompt).ssd == len(PROMPT)
 
 
@@ -158,6 +159,6 @@ def test_a_lookup_that_a_close_overtakes_is_a_miss(cache):
     cache.promote(PROMPT, model="m").result()
     prompt = cache.prompt(PROMPT, model="m")
     assert cache.match(prompt).ram == len(PROMPT)
-    storage = cache._storage
+    storage = inside(cache).storage
     cache.close()
     assert take_hit(storage, prompt, 0) is None

@@ -12,6 +12,7 @@ from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache, RotatingKV
 from prefixcache import PrefixCache
 from prefixcache.codecs.interchange import copy_out
 from prefixcache.layers import read_ahead as module
+from tests.inside import inside
 from tests.models import states
 
 LONG = list(range(1000))
@@ -157,13 +158,13 @@ def test_a_window_s_rows_come_for_the_boundary_that_is_hit(tmp_path, parts):
 
 def test_closed_meanwhile_is_said(tmp_path):
     cache = cold(tmp_path / "ssd", "raw", states.sliceable, LONG)
-    real, errors = cache._promoter._threads.submit, []
+    real, errors = inside(cache).promoter._threads.submit, []
 
     def submit(*given):
         coming = real(threading.Event().wait, 1)  # until then nothing else begins
         return coming if not given else real(*given)
 
-    cache._promoter._threads.submit = submit
+    inside(cache).promoter._threads.submit = submit
 
     def ask():
         try:

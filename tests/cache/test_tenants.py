@@ -23,6 +23,7 @@ from prefixcache.cli import app
 from prefixcache.metrics.prometheus import CacheCollector, render
 from prefixcache.servers.salts import salt_of
 from prefixcache.ssd import reconcile
+from tests.inside import inside
 from tests.models import states
 
 OWNERS = [("m1", b""), ("m1", b"a"), ("m1", b"b"), ("m2", b""), ("m2", b"a")]
@@ -128,14 +129,14 @@ def test_a_miss_takes_the_same_steps_whatever_other_tenants_hold(tmp_path, monke
     visited: list[int] = []
     with opened(tmp_path, ram="20MB") as cache:
         cache.store([1, 2, 3], states.sliceable([1, 2, 3]), model="m", salt=b"mine")
-        original = cache._storage.graph.walk
+        original = inside(cache).storage.graph.walk
 
         def walk(space, raw, known=()):
             found = original(space, raw, known)
             visited.append(len(found.nodes))
             return found
 
-        monkeypatch.setattr(cache._storage.graph, "walk", walk)
+        monkeypatch.setattr(inside(cache).storage.graph, "walk", walk)
         before = cache.match(tokens, model="m", salt=b"mine")
         steps = list(visited)
         for n in range(20):

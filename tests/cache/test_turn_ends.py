@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from prefixcache import PrefixCache
 from prefixcache.blocks.node import Node
 from prefixcache.image_format import ROWS
+from tests.inside import inside
 from tests.models import states
 
 CODEC = "turboquant:4"
@@ -33,7 +34,7 @@ def hit(cache: PrefixCache, tokens: list[int]) -> int:
 
 
 def nodes(cache: PrefixCache) -> list[Node]:
-    return [slot.node for slot in cache._storage.graph.slots.values() if slot.kind == ROWS]
+    return [slot.node for slot in inside(cache).storage.graph.slots.values() if slot.kind == ROWS]
 
 
 @pytest.mark.parametrize("layers", sorted(states.LAYERS))

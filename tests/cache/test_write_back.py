@@ -16,6 +16,7 @@ from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, KVCache,
 from prefixcache import PrefixCache, TurboQuant
 from prefixcache.keys import BLOCK, TOKEN_BYTES
 from prefixcache.live.turboquant import TurboQuantKVCache
+from tests.inside import inside
 from tests.models.states import held
 
 HEADS, WIDTH, SINKS = 2, 64, 4
@@ -375,7 +376,7 @@ def test_a_prompt_that_ends_within_a_block_that_stands_keeps_its_tail_as_it_was_
 
 def images(cache: PrefixCache) -> dict[tuple[str, bytes], bytes]:
     """Of whole blocks: their rows' and windows' images."""
-    slots = [slot for slot in cache._storage.graph.orders[0] if slot.kind != "snapshot"]
+    slots = [slot for slot in inside(cache).storage.graph.orders[0] if slot.kind != "snapshot"]
     return {
         (slot.kind, slot.key): bytes(slot.image.data) for slot in slots if len(slot.node.tokens) == BLOCK * TOKEN_BYTES
     }

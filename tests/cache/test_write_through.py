@@ -15,6 +15,7 @@ import pytest
 
 from prefixcache import PrefixCache
 from prefixcache.ssd import queue
+from tests.inside import inside
 from tests.models import states
 from tests.models.states import prompt, put
 from tests.waiting import until
@@ -29,7 +30,9 @@ def written(cache: PrefixCache) -> None:
     """Wait until nothing is on its way to the SSD, as `stats()` tells it, and without asking for anything."""
     until(
         lambda: (
-            (s := cache.stats()).ram_queued == 0 and s.ssd.queued_bytes == 0 and not cache._storage.spilling._backlog
+            (s := cache.stats()).ram_queued == 0
+            and s.ssd.queued_bytes == 0
+            and not inside(cache).storage.spilling._backlog
         )
     )
 
@@ -142,7 +145,7 @@ def test_a_disk_that_failed_gets_what_it_missed_with_the_next_store(opened, monk
         for seed in range(5):
             put(cache, prompt(seed, 512))
         until(lambda: cache.stats().ssd.errors)
-    until(lambda: cache._ssd.has_room(1))
+    until(lambda: inside(cache).ssd.has_room(1))
     put(cache, prompt(9, 512))
     written(cache)
     assert cache.stats().images_on_ssd == 6 * 2
@@ -153,10 +156,10 @@ def test_images_that_left_a_failing_disk_s_queue_are_not_remembered_for_ever(ope
     monkeypatch.setattr(queue, "FIRST_DELAY", 60.0)
     cache = opened(ram="300KB")
     monkeypatch.setattr(os, "write", lambda *args: (_ for _ in ()).throw(OSError(errno.EIO, "broken")))
-    cache._ssd._queue._delay = 60.0
+    inside(cache).ssd._queue._delay = 60.0
     for seed in range(40):
         put(cache, prompt(seed, 512))
-    assert len(cache._storage.spilling._backlog) <= 2 * len(cache._storage.graph.slots) + 1
+    assert len(inside(cache).storage.spilling._backlog) <= 2 * len(inside(cache).storage.graph.slots) + 1
     cache.check_integrity()
     monkeypatch.undo()
 
@@ -192,4 +195,4 @@ def test_without_an_ssd_it_changes_nothing():
     with PrefixCache(ram="1MB", codec="raw", spill="through") as cache:
         put(cache, prompt(1, 512))
         assert cache.match(prompt(1, 512), model="m").ram == 512
-        assert not cache._storage.spilling._backlog
+        assert not inside(cache).storage.spilling._backlog

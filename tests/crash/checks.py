@@ -16,6 +16,7 @@ from prefixcache import PrefixCache
 from prefixcache.ssd import Entry, reconcile
 from prefixcache.ssd.directory import Directory
 from tests.crash.prompts import LEVELLED, PROMPTS, RAW
+from tests.inside import inside
 from tools.faults.evidence import before_deletion, du, image_fault
 
 
@@ -97,15 +98,15 @@ def opened(root: str, codec: str) -> PrefixCache:
 
 def settled(cache: PrefixCache, root: str) -> None:
     """The tree, the ledger, the index and the disk agree; no debris."""
-    assert cache._ssd is not None
+    assert inside(cache).ssd is not None
     if not cache.flush(WAIT):
         raise Lost(f"flush gave False on a disk that works: {cache.stats().ssd}")
     try:
         cache.check_integrity()
-        cache._ssd.check_integrity()
+        inside(cache).ssd.check_integrity()
     except AssertionError as error:
         raise Debris(f"check_integrity: {error}") from error
-    stats = cache._ssd.stats()
+    stats = inside(cache).ssd.stats()
     if stats.disk != du(root):
         raise Debris(f"{stats} says {stats.disk} bytes, du {du(root)}")
     if left := os.listdir(os.path.join(root, "tmp")):
@@ -114,8 +115,8 @@ def settled(cache: PrefixCache, root: str) -> None:
 
 def held_to(cache: PrefixCache, root: str, missing: dict[str, str], outgrown: set[str]) -> int:
     """Every image that was promised is in the index and on the disk, byte for byte. Returns the bytes read."""
-    assert cache._ssd is not None
-    here = {f"{entry.kind} {entry.key.hex()}": entry for entry in cache._ssd.entries()}
+    assert inside(cache).ssd is not None
+    here = {f"{entry.kind} {entry.key.hex()}": entry for entry in inside(cache).ssd.entries()}
     nbytes = 0
     for address, checksum in missing.items():
         if address in outgrown:

@@ -15,6 +15,7 @@ from prefixcache import PrefixCache
 from prefixcache.blocks.lookup import image_depth, required_images
 from prefixcache.ssd import DirectoryError, Entry, reconcile
 from tests.crash.prompts import IS_TRANSFORM, LEVELLED, PROMPTS, RAW
+from tests.inside import inside
 from tools.faults.evidence import before_deletion, du
 from tools.faults.shim import Shim
 
@@ -156,7 +157,7 @@ class Scenario:
 
     def have(self) -> None:
         """Say which images `flush` has made durable, and how deep each prompt can be had from them."""
-        tiers = self.cache._storage
+        tiers = inside(self.cache).storage
         self.cache.check_integrity()
         with tiers.lock:
             held = tiers.budget.held()

@@ -7,6 +7,7 @@ import json
 from prefixcache import PrefixCache
 from tests.crash.prompts import PROMPTS, RAW
 from tests.crash.scenario import PATIENCE, Violation
+from tests.inside import inside
 from tools.faults.shim import EVERY, STALL, Shim
 
 
@@ -52,7 +53,7 @@ def stalled(root: str, shim: Shim, at: int) -> None:
         fetch("grown")
         if not cache.flush(PATIENCE):
             raise Violation(f"the writer does not resume: {cache.stats().ssd}")
-        tiers = cache._storage
+        tiers = inside(cache).storage
         with tiers.lock:
             images = [[slot.kind, slot.key.hex(), slot.checksum] for slot in tiers.graph.slots.values() if slot.disk]
         shim.say(json.dumps(["have", {"images": images, "prompts": {}}]))

@@ -11,6 +11,7 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from prefixcache import PrefixCache, TurboQuant
 from prefixcache.codecs.turboquant.measure_levels import measure_levels
+from tests.inside import inside
 
 HEADS, WIDTH = 2, 64
 
@@ -141,7 +142,7 @@ def test_an_image_of_a_block_has_its_levels_and_one_of_a_tail_has_its_rows() -> 
     with PrefixCache(ram="50MB", codec=TurboQuant(4, 3)) as cache:
         cache.store(tokens, live, model="m")
         whole, tail = rows_tensors(cache, tokens)
-        (home,) = cache._storage.namespaces.values()
+        (home,) = inside(cache).storage.namespaces.values()
         keys, values = home.plan.rows.groups
         assert (keys.mean, keys.steps, values.mean, values.steps) == ("r0.mean", "r0.root", "", "r1.root")
         for group in (keys, values):
@@ -178,8 +179,8 @@ def test_an_image_without_its_levels_does_not_fit(harm: str) -> None:
     tokens = list(range(256))
     with PrefixCache(ram="50MB", codec=TurboQuant()) as cache:
         cache.store(tokens, skewed(256), model="m")
-        (home,) = cache._storage.namespaces.values()
-        (slot,) = cache._storage.graph.orders[0]
+        (home,) = inside(cache).storage.namespaces.values()
+        (slot,) = inside(cache).storage.graph.orders[0]
         meta, _ = slot.image.header()
         assert home.plan.fits(slot.image, "rows", 0, 256)
         specs = home.plan.rows_specs(0, 256, True)
@@ -196,8 +197,8 @@ def test_a_whole_block_kept_as_a_tail_is_does_not_fit() -> None:
 
     with PrefixCache(ram="50MB", codec=TurboQuant()) as cache:
         cache.store(list(range(300)), skewed(300), model="m")
-        (home,) = cache._storage.namespaces.values()
-        meta, _ = next(slot for slot in cache._storage.graph.orders[0] if slot.node.start == 0).image.header()
+        (home,) = inside(cache).storage.namespaces.values()
+        meta, _ = next(slot for slot in inside(cache).storage.graph.orders[0] if slot.node.start == 0).image.header()
 
         def fits(tokens: int, coded: bool) -> bool:
             image = Blueprint(meta, home.plan.rows_specs(0, tokens, coded)).draft().seal()
@@ -288,14 +289,14 @@ def test_five_turns_of_store_and_fetch_leave_the_codes_as_they_were() -> None:
     tokens, live = list(range(777)), skewed(777)
     with PrefixCache(ram="50MB", codec=TurboQuant(3, 3)) as cache:
         cache.store(tokens, live, model="m")
-        codes = [bytes(slot.image.data) for slot in cache._storage.graph.orders[0]]
+        codes = [bytes(slot.image.data) for slot in inside(cache).storage.graph.orders[0]]
         first = fetched(cache, tokens)
         for turn in range(5):
             back = fetched(cache, tokens)
             assert all(np.array_equal(np.array(a.keys), np.array(b.keys)) for a, b in zip(first, back, strict=True))
             stored = cache.store(tokens, back, model="m")
             assert (stored.new_tokens, stored.new_bytes) == (0, 0), turn
-        assert sorted(bytes(slot.image.data) for slot in cache._storage.graph.orders[0]) == sorted(codes)
+        assert sorted(bytes(slot.image.data) for slot in inside(cache).storage.graph.orders[0]) == sorted(codes)
 
 
 def _cut(layer: KVCache, tokens: int) -> KVCache:

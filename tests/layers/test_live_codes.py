@@ -22,6 +22,7 @@ from prefixcache.layers.restore import MOST_LEVELS
 from prefixcache.live.decoding import decoded_sequence
 from prefixcache.live.levels import SharedLevels
 from prefixcache.live.turboquant import BatchTurboQuantKVCache, TurboQuantKVCache
+from tests.inside import inside
 from tests.layers.test_levels import error, skewed
 from tests.models import states
 
@@ -271,7 +272,7 @@ def test_cycles_of_store_fetch_and_append_give_the_codes_of_one_pass(steps: list
 
 def images_by_block(cache: PrefixCache) -> dict[bytes, bytes]:
     """Of whole blocks: the bytes of their rows images."""
-    nodes = {slot.node for slot in cache._storage.graph.orders[0] if slot.kind == "rows"}
+    nodes = {slot.node for slot in inside(cache).storage.graph.orders[0] if slot.kind == "rows"}
     return {node.key: bytes(node.rows.image.data) for node in nodes if len(node.tokens) == BLOCK_BYTES}
 
 

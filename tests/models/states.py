@@ -16,6 +16,7 @@ from prefixcache import PrefixCache, Stored, chunks
 from prefixcache.calibration.rows import window_of
 from prefixcache.layers.image_layout import read
 from prefixcache.tiers.prompt import Prompt
+from tests.inside import inside
 
 WIDTH = 8
 
@@ -301,5 +302,5 @@ def exact(cache: PrefixCache, tokens: Sequence[int]) -> bool:
 def check_integrity(cache: PrefixCache) -> None:
     """AssertionError unless the cache and its directory are sound. Nothing may wait for the SSD."""
     cache.check_integrity()
-    if cache._ssd is not None:
-        cache._ssd.check_integrity()
+    if inside(cache).ssd is not None:
+        inside(cache).ssd.check_integrity()

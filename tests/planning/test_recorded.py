@@ -12,6 +12,7 @@ from prefixcache.planning.outcome import Cell
 from prefixcache.planning.simulator import Prompts, simulate, tokens_of
 from prefixcache.planning.sizes import StateSizes
 from prefixcache.trace.reading import Request, Trace
+from tests.inside import inside
 from tests.planning.test_simulator import GB, PLAIN, by_turns, live_cache
 
 STATE, RAW = ModelState.of(PLAIN, name="tiny"), as_codec("raw")
@@ -58,12 +59,12 @@ def served(tmp_path, monkeypatch):
                 if call == "fetch":
                     if ssd:
                         cache.promote(tokens, model=model).result()
-                        cache._ssd.flush()
+                        inside(cache).ssd.flush()
                     hits.append(len(tokens) - len(cache.fetch(tokens, model=model)[1]))
                 else:
                     cache.store(tokens, live_cache(STATE, tokens), model=model)
                     if ssd:
-                        cache._ssd.flush()
+                        inside(cache).ssd.flush()
             cache.check_integrity()
             stats = cache.stats()
         return hits, stats, Trace(trace)

@@ -27,6 +27,7 @@ from prefixcache.planning.sizes import StateSizes
 from prefixcache.store_fetch_remove.image_maker import LiveMaker
 from prefixcache.tiers.parting import states_on_the_way
 from prefixcache.trace.reading import Request, Trace
+from tests.inside import inside
 from tests.models.families import BASE, DELTA, MOE
 from tools.soak.bases import LayerRows, basis_of
 
@@ -83,26 +84,26 @@ def by_turns(cache: PrefixCache, monkeypatch: pytest.MonkeyPatch) -> None:
     """The SSD's writer works when a simulation's does: when it is waited for, and between batches of blocks. Reads are done
     when they are asked for, as a simulation's are.
     """
-    queue, due = cache._ssd._queue, cache._ssd._queue._due
+    queue, due = inside(cache).ssd._queue, inside(cache).ssd._queue._due
     queue._due = lambda: (queue._hurry > 0 or queue._closing) and due()
-    make, read = LiveMaker.make, cache._ssd.read
+    make, read = LiveMaker.make, inside(cache).ssd.read
 
     def read_now(entry):
         reading = read(entry)
         futures.wait([reading])
         return reading
 
-    cache._ssd.read = read_now
+    inside(cache).ssd.read = read_now
 
     def wait(condition, timeout=None):
         held = condition._release_save()
         try:
-            return cache._ssd.flush()
+            return inside(cache).ssd.flush()
         finally:
             condition._acquire_restore(held)
 
-    cache._storage.changed.wait = MethodType(wait, cache._storage.changed)
-    monkeypatch.setattr(LiveMaker, "make", lambda maker, jobs: cache._ssd.flush() and make(maker, jobs))
+    inside(cache).storage.changed.wait = MethodType(wait, inside(cache).storage.changed)
+    monkeypatch.setattr(LiveMaker, "make", lambda maker, jobs: inside(cache).ssd.flush() and make(maker, jobs))
 
 
 @pytest.fixture
@@ -121,7 +122,7 @@ def served(tmp_path_factory, monkeypatch):
                 prompt = cache.prompt(tokens, model=model)
                 if ssd:
                     cache.promote(prompt).result()
-                    cache._ssd.flush()
+                    inside(cache).ssd.flush()
                 hits.append(len(prompt) - len(cache.fetch(prompt)[1]))
                 for end in states_on_the_way(hits[-1], len(prompt)) if state.has_snapshots else ():
                     live = live_cache(state, tokens[:end])
@@ -130,7 +131,7 @@ def served(tmp_path_factory, monkeypatch):
                 cache.store(prompt, live, write_back_from=prompt.given_rows.tokens)
                 cache.keep_hot(prompt, live)
                 if ssd:
-                    cache._ssd.flush()
+                    inside(cache).ssd.flush()
                 cache.check_integrity()
             return hits, cache.stats()
 

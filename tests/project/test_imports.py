@@ -40,12 +40,13 @@ LEVELS = {
     "tiers": 3,
     "remote": 4,
     "store_fetch_remove": 5,
-    "cache": 6,
-    "planning": 6,
-    "": 7,
-    "servers": 8,
-    "cli": 9,
-    "__main__": 10,
+    "open_cache": 6,
+    "cache": 7,
+    "planning": 7,
+    "": 8,
+    "servers": 9,
+    "cli": 10,
+    "__main__": 11,
 }
 
 # Beside the levels: what these may import of the package at all.

@@ -11,6 +11,7 @@ import pytest
 from prefixcache import PrefixCache
 from prefixcache.remote.engine import Engine
 from prefixcache.remote.url import open_engine
+from tests.inside import inside
 
 from .servers import BUCKET, LOOPBACK, S3_ENVIRONMENT, Server, moto, redis_server, seaweedfs, valkey_server
 
@@ -48,7 +49,7 @@ def open_machine(key_file: Path) -> Iterator[Callable[..., PrefixCache]]:
 
     yield open_one
     for cache in caches:
-        if not cache._closed:
+        if not inside(cache).closed:
             cache.check_integrity()
             cache.close()
 

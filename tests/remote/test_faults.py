@@ -27,6 +27,7 @@ from prefixcache import PrefixCache
 from prefixcache.image_format import ROWS
 from prefixcache.metrics.prometheus import CacheCollector, render
 from prefixcache.remote.sealing import NoSeal, image_name
+from tests.inside import inside
 from tests.models import states
 from tests.models.states import got, put
 from tests.remote.conftest import Place
@@ -50,7 +51,7 @@ def machine(open_machine: Callable[..., PrefixCache]) -> Machine:
 
 def calls_of(cache: PrefixCache) -> Counter[str]:
     """Counts the calls of its engine from now on."""
-    engine, calls = cache._storage.remote._client.engine, Counter[str]()
+    engine, calls = inside(cache).storage.remote._client.engine, Counter[str]()
 
     def counted(name: str) -> None:
         call = getattr(engine, name)
@@ -418,7 +419,7 @@ def test_what_is_deleted_and_replaced_while_it_is_read_is_right_or_missed(machin
 def rows_of(cache: PrefixCache, tokens: list[int]) -> list[str]:
     """The names of a prompt's whole blocks."""
     (namespace,) = cache.prompt(tokens, model="m").namespaces()
-    with cache._storage.lock:
+    with inside(cache).storage.lock:
         nodes = cache.prompt(tokens, model="m").walk(namespace).path
     root = namespace.row.root
     return [image_name(NoSeal(), root, ROWS, node.key, node.parent.key) for node in nodes if node.is_whole]
@@ -667,7 +668,7 @@ def test_machines_whose_threads_do_anything_at_any_time_leave_nothing_behind(mac
 
 BEGIN = """
 import os, signal, sys
-import prefixcache.cache
+import prefixcache.open_cache
 from prefixcache import PrefixCache
 from tests.models.states import got, put
 LONG = list(range(1000))
@@ -709,7 +710,7 @@ def test_a_process_ends_though_its_servers_have_stopped_and_nobody_closed_its_ca
         shared(machine(place.url(), remote_timeout=5.0), LONG)
     pids = [place.server.pid for place in places]
     code = f"""
-prefixcache.cache.LAST_UPLOADS = 0.5
+prefixcache.open_cache.LAST_UPLOADS = 0.5
 for pid in {pids}:
     os.kill(pid, signal.SIGSTOP)
 for cache in caches:
@@ -731,7 +732,7 @@ print("ends", flush=True)
 def test_a_process_that_forks_and_ends_without_closing_sends_what_waits(tmp_path, machine, places):
     shared(machine(places[0].url(), remote_timeout=5.0), LONG)
     code = """
-prefixcache.cache.LAST_UPLOADS = 20.0
+prefixcache.open_cache.LAST_UPLOADS = 20.0
 cache = caches[0]
 if os.fork() == 0:
     try:
@@ -761,14 +762,14 @@ def test_an_interrupted_close_ends_the_remote_tier_too(machine, monkeypatch, tmp
     before = set(threading.enumerate())
     cache = machine(f"file://{tmp_path}/engine")
     shared(cache, LONG)
-    monkeypatch.setattr(cache._promoter, "close", interrupted)
+    monkeypatch.setattr(inside(cache).promoter, "close", interrupted)
     with pytest.raises(KeyboardInterrupt):
         cache.close()
     until(lambda: not [t for t in threading.enumerate() if t not in before and "remote" in t.name], 5)
 
 
 def test_a_close_while_a_server_has_stopped_says_nothing_of_the_server(machine, monkeypatch, caplog):
-    monkeypatch.setattr("prefixcache.cache.LAST_UPLOADS", 1.0)
+    monkeypatch.setattr("prefixcache.open_cache.LAST_UPLOADS", 1.0)
     with valkey_server() as server:
         cache = machine(valkey(server.port), remote_timeout=30.0, remote_admission="always")
         put(cache, LONG)

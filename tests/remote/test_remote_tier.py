@@ -14,6 +14,7 @@ from prefixcache import PrefixCache
 from prefixcache.remote.client import Client
 from prefixcache.remote.engine import EngineError
 from prefixcache.remote.sealing import NoSeal
+from tests.inside import inside
 from tests.models import states
 from tests.models.states import got, put
 from tests.remote.dict_engine import DictEngine
@@ -488,14 +489,14 @@ def test_a_layout_that_was_damaged_is_refused_and_sent_anew_once(machine, engine
 def test_a_rate_that_is_too_slow_is_measured_again_with_nobody_waiting(machine, engine, monkeypatch):
     shared(machine(), LONG)
     cache = machine(remote_admission="never")
-    cache._storage.remote._client.speed.learn_rate(1, 1.0)  # a byte a second
+    inside(cache).storage.remote._client.speed.learn_rate(1, 1.0)  # a byte a second
     began = time.monotonic()
     assert brought(cache, LONG, prefill_rate=1000.0) == 0
     assert time.monotonic() - began < 0.5
     until(lambda: cache.match(LONG, model="m").ram == 768)  # what was read to measure is kept
     assert cache.stats().remote.skipped == 1
     until(lambda: brought(cache, LONG, prefill_rate=1000.0) == 768 or cache.clear())
-    cache._storage.remote._client.speed.measured(1, 1.0)
+    inside(cache).storage.remote._client.speed.measured(1, 1.0)
     cache.clear()
     gets = engine.calls["get"]
     assert brought(cache, LONG, prefill_rate=1000.0) == 0
@@ -520,7 +521,7 @@ def test_layouts_that_somebody_put_there_hide_none(machine, engine):
     for number in range(50):
         engine.images = {f"{folder}/{number:032x}": bytes(1000), f"{folder}/!{number}": bytes(10), **engine.images}
     cache = machine()
-    remote = cache._storage.remote
+    remote = inside(cache).storage.remote
     for _ in range(10):
         brought(cache, LONG)
         remote._client.missing._missing.clear()  # as after half a minute

@@ -8,12 +8,13 @@ from typing import Any
 from unittest import mock
 
 from prefixcache import PrefixCache
+from tests.inside import inside
 
 
 @contextmanager
 def slow_disk(cache: PrefixCache) -> Iterator[threading.Event]:
     """Reads of the cache's SSD end when the event is set, at the latest at the end of the block."""
-    go, ssd = threading.Event(), cache._ssd
+    go, ssd = threading.Event(), inside(cache).ssd
     assert ssd is not None
     read = ssd.read
 

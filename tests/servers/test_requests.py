@@ -29,6 +29,7 @@ from prefixcache.servers.mlx_lm.generator import Generator
 from prefixcache.servers.mlx_lm.provider import Provider
 from prefixcache.servers.mlx_lm.turns import IDLE_POLLS, IdlePool, TimeBudget
 from tests.given_rates import computing_is
+from tests.inside import inside
 from tests.models.families import MLX_LM_0_31
 from tests.servers.serving import SECONDS, Message, save_model, text, user, wait_for
 from tests.servers.slow_disk import slow_disk
@@ -243,7 +244,7 @@ def test_a_slow_hit_is_computed_and_a_hot_one_given(models, opened, seed):
         hot = Asked(generator, user(text(300)), seed=seed)
         assert (hot.computed, hot.tokens) == (1, first.tokens)
         assert generator.wait_for_stores(SECONDS)  # else it may become hot afterwards
-        cache._storage.hot.clear()
+        inside(cache).storage.hot.clear()
         declined = Asked(generator, user(text(300)), seed=seed)
         assert (declined.cached, declined.tokens) == (0, first.tokens)
         counters = cache.stats().counters
@@ -294,7 +295,7 @@ def test_a_request_that_comes_from_the_ssd_walks_the_graph_from_the_root_four_ti
     model, directory = walked
     shutil.copytree(directory, tmp_path / "ssd")
     cache = opened()
-    graph = cache._storage.graph
+    graph = inside(cache).storage.graph
     cache.rates = computing_is("forever")
     with generating(cache, "--model", model) as generator:
         before = graph.walks

@@ -371,7 +371,7 @@ class Server:
         try:
             cache.check_integrity()
             self._check_flushed()
-            ssd = cache._ssd
+            ssd = cache._opened.ssd
             assert ssd is not None
             assert ssd._writer._thread.is_alive(), "the writer's thread is gone"
             if self._exact and ssd._queue.drained:
@@ -381,7 +381,7 @@ class Server:
                 limit = min(limit + pinned, self.orders.ssd)
             assert held <= limit, f"the directory takes {held} bytes of {limit}, {pinned} of them pinned"
         except AssertionError as error:
-            if self.end == "exit" and cache._closed:  # meanwhile, as at the end of any program that does not close it
+            if self.end == "exit" and cache._opened.closed:  # meanwhile, as at the end of any program that does not close it
                 return
             frames = "".join(traceback.format_tb(error.__traceback__)[-2:])
             self.pipe.tell("problem", "integrity", f"{str(error)[:1500]}\n{frames}")
@@ -394,7 +394,7 @@ class Server:
 
     def _check_flushed(self) -> None:
         """A flush that succeeded has left nothing in RAM that the SSD has room for."""
-        tiers, ssd = self.cache._storage, self.cache._ssd
+        tiers, ssd = self.cache._storage, self.cache._opened.ssd
         assert ssd is not None
         with tiers.lock:
             room = ssd.limit - ssd.used

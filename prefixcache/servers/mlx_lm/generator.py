@@ -23,8 +23,9 @@ from mlx_lm.generate import stream_generate
 from mlx_lm.models.cache import make_prompt_cache
 
 from prefixcache.byte_sizes import size
-from prefixcache.cache import PrefixCache, usable_memory
+from prefixcache.cache import PrefixCache
 from prefixcache.keys import as_tokens
+from prefixcache.open_cache import usable_memory
 from prefixcache.servers.canonical import CanonicalText
 from prefixcache.servers.in_flight import Admission, Awaited, Computing
 from prefixcache.servers.keeping import Keeping

@@ -19,6 +19,7 @@ from prefixcache.codecs.transform import codec as codec_module
 from prefixcache.codecs.transform.bases import Bases
 from prefixcache.codecs.transform.basis import Basis
 from prefixcache.live.turboquant import TurboQuantKVCache
+from tests.inside import inside
 from tests.models import states
 from tests.models.transforming import SINKS, Tiny, prompt, tiny
 
@@ -117,7 +118,7 @@ def error(one: list[Any], other: list[Any], layer: int, count: int) -> float:
 def is_transformed(cache: PrefixCache) -> list[set[str]]:
     """Of each namespace, the prefixes of the tensors that its whole blocks have."""
     found = []
-    for namespace in cache._storage.namespaces.values():
+    for namespace in inside(cache).storage.namespaces.values():
         names: set[str] = set()
         for node in namespace.tree.root.children:
             if node.is_whole and node.rows is not None and node.rows.image is not None:
@@ -314,7 +315,7 @@ def test_a_compressed_hit_has_decoded_rows_coded_by_turboquant(calibrated, promo
 def test_layers_of_one_window_are_joined_and_others_are_coded_by_turboquant(calibrated, name, groups):
     model, cache = calibrated(name)
     stored(cache, model, TOKENS)
-    (namespace,) = cache._storage.namespaces.values()
+    (namespace,) = inside(cache).storage.namespaces.values()
     plan = namespace.plan
     assert model.groups == groups
     assert sorted({plan.layer_of[leaf] for leaf, _ in plan.joined_places}) == sorted(at for of in groups for at in of)
@@ -325,7 +326,7 @@ def test_a_basis_without_windows_as_earlier_releases_made_it_leaves_those_to_tur
     model, cache = calibrated(name, windows=False)
     assert b'"window"' not in model.basis
     stored(cache, model, TOKENS)
-    (namespace,) = cache._storage.namespaces.values()
+    (namespace,) = inside(cache).storage.namespaces.values()
     assert not any(section.joined for section in namespace.plan.windowed)
     assert len(namespace.plan.rows.joined) == len(model.groups) == 1
     fetched(cache, model, TOKENS)
@@ -406,7 +407,7 @@ def test_a_prompt_cache_with_other_heads_than_its_basis_knows_is_coded_by_turboq
         assert found[0].keys.shape[1:] == (heads, 600, width) or found[0].keys.shape[2] >= 600
         assert rest == []
         cache.clear()
-    joined = [len(namespace.plan.joined) for namespace in cache._storage.namespaces.values()]
+    joined = [len(namespace.plan.joined) for namespace in inside(cache).storage.namespaces.values()]
     assert sorted(joined) == [0, 0, 1]  # of three layers the first group is whole
 
 
@@ -496,7 +497,7 @@ def test_stored_bytes_are_those_of_the_images(calibrated):
     sizes = set()
     for seed in range(4):
         stored(cache, model, prompt(600, seed) if seed else TOKENS)
-        images = [slot.image for slot in cache._storage.graph.slots.values()]
+        images = [slot.image for slot in inside(cache).storage.graph.slots.values()]
         assert cache.stats().counters.stored_bytes == sum(image.nbytes for image in images)
         assert cache.stats().ram_images == sum(image.nbytes for image in images)
         assert all(image.nbytes == image.data.nbytes for image in images)

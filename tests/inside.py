@@ -1,0 +1,11 @@
+"""What tests look at inside a cache, where no public call tells it."""
+
+from __future__ import annotations
+
+from prefixcache import PrefixCache
+from prefixcache.open_cache import OpenCache
+
+
+def inside(cache: PrefixCache) -> OpenCache:
+    """Return the parts of a cache."""
+    return cache._opened
