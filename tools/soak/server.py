@@ -381,7 +381,7 @@ class Server:
                 limit = min(limit + pinned, self.orders.ssd)
             assert held <= limit, f"the directory takes {held} bytes of {limit}, {pinned} of them pinned"
         except AssertionError as error:
-            if self.end == "exit" and cache._opened.closed:  # meanwhile, as at the end of any program that does not close it
+            if self.end == "exit" and cache._opened.closed:  # meanwhile, as where a program ends that does not close it
                 return
             frames = "".join(traceback.format_tb(error.__traceback__)[-2:])
             self.pipe.tell("problem", "integrity", f"{str(error)[:1500]}\n{frames}")
