@@ -16,10 +16,8 @@ if TYPE_CHECKING:
     from prefixcache.identity import model_identity
     from prefixcache.layers import CacheError, StoredLayer, StoredPrompt, allow
     from prefixcache.live import (
-        BatchQuantizedKVCache,
         BatchTurboQuantKVCache,
         LivePromptCache,
-        QuantizedKVCache,
         SharedLevels,
         TurboQuantKVCache,
         convert_in_place,
@@ -36,7 +34,6 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "BatchQuantizedKVCache",
     "BatchTurboQuantKVCache",
     "CacheError",
     "DirectoryError",
@@ -45,7 +42,6 @@ __all__ = [
     "Match",
     "Media",
     "PrefixCache",
-    "QuantizedKVCache",
     "Raw",
     "Settings",
     "SharedLevels",

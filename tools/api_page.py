@@ -65,8 +65,6 @@ PAGE = (
             "SharedLevels",
             "TurboQuantKVCache",
             "BatchTurboQuantKVCache",
-            "QuantizedKVCache",
-            "BatchQuantizedKVCache",
         ),
     ),
     Part("In mlx-lm's server", ("TieredPromptCache",)),

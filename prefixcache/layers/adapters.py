@@ -396,7 +396,6 @@ _BY_NAME: dict[str, Adapter] = {
 REGISTRY: dict[str, Adapter] = {
     **{module + name: adapter for module in CACHE_MODULES for name, adapter in _BY_NAME.items()},
     "prefixcache.live.turboquant.TurboQuantKVCache": Compressed(),
-    "prefixcache.live.quantized.QuantizedKVCache": Sliceable(exact=True),
 }
 _by_class: dict[type, Adapter] = {}
 

@@ -9,14 +9,11 @@ from mlx_lm.models import cache as _mlx_caches
 
 from prefixcache.live.levels import SharedLevels
 from prefixcache.live.making import LivePromptCache, convert_in_place, convert_prompt_cache, make_prompt_cache
-from prefixcache.live.quantized import BatchQuantizedKVCache, QuantizedKVCache
 from prefixcache.live.turboquant import BatchTurboQuantKVCache, TurboQuantKVCache
 
 __all__ = [
-    "BatchQuantizedKVCache",
     "BatchTurboQuantKVCache",
     "LivePromptCache",
-    "QuantizedKVCache",
     "SharedLevels",
     "TurboQuantKVCache",
     "convert_in_place",
@@ -24,5 +21,5 @@ __all__ = [
     "make_prompt_cache",
 ]
 
-for _class in (TurboQuantKVCache, BatchTurboQuantKVCache, BatchQuantizedKVCache):
+for _class in (TurboQuantKVCache, BatchTurboQuantKVCache):
     vars(_mlx_caches).setdefault(_class.__name__, _class)

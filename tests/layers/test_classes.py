@@ -69,7 +69,7 @@ def test_exactly_what_a_prompt_cache_can_hold_may_be_named(monkeypatch):
     assert len(known) > 1000
     found = {path for path in known if is_found(path)}
     own = {path for path in known if path.endswith(".LayerCache") and path.startswith("mlx_lm.models.deepseek_v4")}
-    expected = {f"mlx_lm.models.cache.{name}" for name in OF_MLX_LM} | {"prefixcache.live.quantized.QuantizedKVCache"}
+    expected = {f"mlx_lm.models.cache.{name}" for name in OF_MLX_LM}
     assert {path for path in found if not path.startswith("mlx_vlm.")} == expected | own
     of_mlx_vlm = {path.removeprefix("mlx_vlm.models.") for path in found if path.startswith("mlx_vlm.")}
     assert of_mlx_vlm == {f"cache.{name}" for name in OF_MLX_LM | OF_MLX_VLM} | OF_MLX_VLMS_MODELS

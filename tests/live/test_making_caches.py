@@ -2,13 +2,19 @@
 
 import mlx.core as mx
 import pytest
-from mlx_lm.models import cache as mlx_lm_cache
-from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache, load_prompt_cache, save_prompt_cache
+from mlx_lm.models.cache import (
+    ArraysCache,
+    CacheList,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+    load_prompt_cache,
+    save_prompt_cache,
+)
 from mlx_lm.models.cache import make_prompt_cache as make_plain
 
 import prefixcache
 from prefixcache import (
-    QuantizedKVCache,
     TurboQuant,
     TurboQuantKVCache,
     convert_in_place,
@@ -104,14 +110,13 @@ def test_the_codec_decides_layer_by_layer():
     assert made[2].choice.recent_tokens == 64
 
 
-@pytest.mark.parametrize("kind", [QuantizedKVCache, mlx_lm_cache.QuantizedKVCache])
-def test_layers_that_mx_quantize_coded_stay_as_they_are(kind):
+def test_layers_that_mx_quantize_coded_stay_as_they_are():
     plain = prefilled(built("llama"))
-    quantized = kind(group_size=32, bits=8)
+    quantized = QuantizedKVCache(group_size=32, bits=8)
     quantized.update_and_fetch(*plain[0].state[:2])
     made = convert_prompt_cache([quantized, *plain[1:]], "turboquant:4")
     assert made.left == {0: "QuantizedKVCache is no plain KVCache"}
-    assert type(made[0]) is kind
+    assert type(made[0]) is QuantizedKVCache
 
 
 def test_levels_are_shared_between_layers_of_their_own():
