@@ -30,8 +30,6 @@ def merged(singles: Sequence[CodedLayer]) -> CodedLayer:
         batch.code_when_ready()
         return batch
     batch.codes = CodeBuffer.stacked([(layer.codes, layer.rows) for layer in singles])
-    if batch.attends == "buffer":
-        batch.decoded = RowBuffer.stacked([(layer.decoded, layer.rows) for layer in singles])
     return batch
 
 
@@ -51,7 +49,6 @@ def joined(first: CodedLayer, second: CodedLayer) -> CodedLayer:
         batch.code_when_ready()
         return batch
     batch.codes = first.codes.joined(*where, second.codes, second.rows, second.batch)
-    batch.decoded = first.decoded.joined(*where, second.decoded, second.rows, second.batch)
     return batch
 
 
@@ -68,8 +65,7 @@ def _ready(layers: list[CodedLayer]) -> list[CodedLayer]:
     first = layers[0]
     kinds = [layer.kind._asdict() for layer in layers if layer.kind is not None]
     for layer in layers:
-        chosen, other = (each.choice._asdict() | {"attend": each.attends} for each in (first, layer))
-        check_alike(chosen, other, ALIKE)
+        check_alike(first.choice._asdict(), layer.choice._asdict(), ALIKE)
     for kind in kinds:
         check_alike(kinds[0], kind, ALIKE)
     coded = (layer.runs[0][-1].levels for layer in layers if layer.runs and layer.waiting is None)
@@ -84,7 +80,7 @@ def _ready(layers: list[CodedLayer]) -> list[CodedLayer]:
 
 
 def _batch_of(layers: list[CodedLayer], alignment: Alignment, shifts: Sequence[int]) -> CodedLayer:
-    """Return a layer of all their sequences, whose rows move by `shifts`, without those that wait, are coded or decoded."""
+    """Return a layer of all their sequences, whose rows move by `shifts`, without those that wait or are coded."""
     first, sizes = layers[0], [layer.batch for layer in layers]
     waiting = first.waiting is not None
     ends = [end for layer in layers for end in layer.alignment.all_ends()]
@@ -97,7 +93,6 @@ def _batch_of(layers: list[CodedLayer], alignment: Alignment, shifts: Sequence[i
         runs=() if waiting else tuple(runs for layer in layers for runs in layer.runs),
         waiting=NO_ROWS if waiting else None,
         codes=NO_CODES,
-        decoded=NO_ROWS,
         _stacks=None,
     )
 
@@ -107,7 +102,7 @@ def selected(layer: CodedLayer, indices: mx.array) -> CodedLayer:
     chosen: list[int] = indices.tolist()  # type: ignore[assignment]
     old = layer.alignment
     if not chosen:
-        return CodedLayer.empty(layer.choice, layer.attends, layer.shared, layer.number)
+        return CodedLayer.empty(layer.choice, layer.shared, layer.number)
     pads = [old.pads[b] for b in chosen]
     ends = [old.ends[b] for b in chosen] if old.ends is not None else None
     spare = min(*pads, old.rows) if layer.kind is not None else 0
@@ -124,7 +119,6 @@ def selected(layer: CodedLayer, indices: mx.array) -> CodedLayer:
         runs=tuple(layer.runs[b] for b in chosen) if layer.runs else (),
         waiting=layer.waiting.selected(indices).without_first(spare) if layer.waiting is not None else None,
         codes=layer.codes.selected(indices).without_first(spare),
-        decoded=layer.decoded.selected(indices).without_first(spare),
     )
 
 
@@ -133,7 +127,7 @@ def sequence(layer: CodedLayer, b: int) -> CodedLayer:
     pad, count = layer.pads[b], layer.alignment.tokens_of(b)
     runs = layer.runs[b : b + 1]
     if not count:
-        empty = CodedLayer.empty(layer.choice, layer.attends, layer.shared, layer.number, [0])
+        empty = CodedLayer.empty(layer.choice, layer.shared, layer.number, [0])
         empty.runs, empty.waiting = runs, empty.waiting if layer.waiting is not None else None
         return empty
     rows = slice(pad, pad + count)
@@ -144,7 +138,6 @@ def sequence(layer: CodedLayer, b: int) -> CodedLayer:
         runs=runs,
         waiting=layer.waiting.sequence(b, rows) if layer.waiting is not None else None,
         codes=layer.codes.sequence(b, rows),
-        decoded=layer.decoded.sequence(b, rows),
         _stacks=None,
     )
 
@@ -158,7 +151,6 @@ def turned_left(layer: CodedLayer, right: Sequence[int]) -> CodedLayer:
         recent=layer.recent.renumbered(right, old.all_ends(), old.rows),
         waiting=layer.waiting.rolled(shifts) if layer.waiting is not None else None,
         codes=layer.codes.rolled(shifts),
-        decoded=layer.decoded.rolled(shifts),
     )
     if turned.waiting is not None and turned.waiting.arrays is not None:
         turned.code_when_ready()

@@ -69,14 +69,6 @@ class RowBuffer(NamedTuple):
         first, second = self.arrays
         return first[sequences, heads, rows], second[sequences, heads, rows]
 
-    def overwritten(self, sequence: int, rows: slice, new: Two) -> Self:
-        """Return the rows with other rows, (1, heads, n, width), in place of these of a sequence."""
-        assert self.arrays is not None
-        arrays = copy.copy(self.arrays[0]), copy.copy(self.arrays[1])
-        for array, part in zip(arrays, new, strict=True):
-            array[sequence : sequence + 1, :, rows] = part
-        return type(self)(arrays)
-
     # -- of batches --
 
     def sequence(self, b: int, rows: slice) -> Self:

@@ -16,9 +16,8 @@ from prefixcache.live.layer_state import LayerState
 def decoded_heads(layer: LayerState, first: int, heads: int) -> Two:
     """Return keys and values of some heads: (B, `heads`, rows, width), zero where padding is."""
     some = slice(first, first + heads)
-    for buffer in (layer.waiting, layer.decoded):
-        if buffer is not None and buffer.arrays is not None:
-            return buffer.cut_out(slice(layer.rows), some)
+    if layer.waiting is not None and layer.waiting.arrays is not None:
+        return layer.waiting.cut_out(slice(layer.rows), some)
     sequences = [decoded_sequence(layer, b, some) for b in range(layer.batch)]
     return sequences[0] if len(sequences) == 1 else joined(sequences, axis=0)
 

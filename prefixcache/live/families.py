@@ -115,4 +115,4 @@ def _updates(code: CodeType) -> bool:
 def _message(module_of_model: str, module: str, why: str) -> str:
     family, attention = module_of_model.removeprefix(MODELS), module.removeprefix(MODELS)
     named = f"{family!r}" if family == attention else f"{family!r} (the attention of {attention!r})"
-    return f'models of {named} can\'t attend to codes: {why}. Make their caches with attend="buffer"'
+    return f"models of {named} can't attend to codes: {why}. Keep their caches plain"

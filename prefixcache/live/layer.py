@@ -14,10 +14,9 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from prefixcache.codecs.interchange import name_of
-from prefixcache.codecs.turboquant.coding import PLAIN, Choice, LayerLevels, LayerRows, Run, spans_of
+from prefixcache.codecs.turboquant.coding import PLAIN, Choice, LayerLevels, LayerRows, Run
 from prefixcache.codecs.turboquant.live import Encoder, encode, encoder
-from prefixcache.live.buffers import ALL, Alignment, CodeBuffer, FirstRows, RecentRows, RowNumbers, Two
-from prefixcache.live.decoding import decoded_codes, decoded_heads
+from prefixcache.live.buffers import Alignment, CodeBuffer, FirstRows, RecentRows, RowNumbers, Two
 from prefixcache.live.layer_state import NO_ROWS, LayerState
 from prefixcache.live.levels import LEAST_MEASURED, SharedLevels, measured_from
 
@@ -47,13 +46,13 @@ class CodedLayer(LayerState):
 
     @classmethod
     def empty(
-        cls, choice: Choice, attend: str, shared: SharedLevels | None = None, number: int = 0, pads: Sequence[int] = ()
+        cls, choice: Choice, shared: SharedLevels | None = None, number: int = 0, pads: Sequence[int] = ()
     ) -> CodedLayer:
         """Return a layer without rows; of so many sequences as `pads` has, or of any number."""
         recent = RecentRows(choice.recent_tokens, (0,) * len(pads))
         waiting = NO_ROWS if choice.levelling else None
         alignment = Alignment(0, tuple(pads))
-        return cls(choice, attend, shared, number, alignment, FirstRows(choice.sink_tokens), recent, waiting=waiting)
+        return cls(choice, shared, number, alignment, FirstRows(choice.sink_tokens), recent, waiting=waiting)
 
     @classmethod
     def of_codes(
@@ -61,7 +60,7 @@ class CodedLayer(LayerState):
     ) -> CodedLayer:
         """Take codes and scales that are there already, `rows` in use, of equally long sequences with the same levels."""
         batch = codes[0].shape[0]
-        layer = cls.empty(choice, "codes", pads=[0] * batch)
+        layer = cls.empty(choice, pads=[0] * batch)
         layer.alignment, layer.kind, layer.waiting = layer.alignment.grown(rows), kind, None
         layer.codes, layer.sinks = CodeBuffer(codes), FirstRows(choice.sink_tokens, sinks)
         layer.recent, layer.runs = RecentRows(choice.recent_tokens, (rows,) * batch), (tuple(runs),) * batch
@@ -106,7 +105,7 @@ class CodedLayer(LayerState):
     def _expect_steps(self, keys: mx.array, values: mx.array) -> None:
         """Prepare for more single rows: one came."""
         rows, pads = self.rows, self.pads
-        if self.attends == "codes" and all(rows >= pad + self.choice.sink_tokens for pad in pads):
+        if all(rows >= pad + self.choice.sink_tokens for pad in pads):
             cuts = [pad + run.first for pad, runs in zip(pads, self.runs, strict=True) for run in runs]
             until = min((cut for cut in cuts if cut > rows), default=1 << 62)
             encode_step = encoder(*self.stacks_at(rows), keys.dtype)
@@ -186,33 +185,13 @@ class CodedLayer(LayerState):
             some = slice(low - at, high - at)
             self._hold(*encode(keys[:, :, some], values[:, :, some], *self.stacks_at(low)), low)
         self.sinks = self.sinks.put(keys, values, at, self.pads)
-        recent_before = self.recent.firsts(self.alignment.all_ends())
-        ends = self.alignment.grown(end - at).all_ends()
-        self.recent = self.recent.put(keys, values, at, ends)
-        if self.attends == "buffer":
-            self._extend_decoded(keys, values, recent_before, ends)
+        self.recent = self.recent.put(keys, values, at, self.alignment.grown(end - at).all_ends())
 
     def _hold(self, codes: mx.array, scales: mx.array, at: int) -> None:
         before = self.codes.capacity
         self.codes = self.codes.put(codes, scales, at)
         if self.codes.capacity > before:
             self.codes.release_outgrown()
-
-    def _extend_decoded(self, keys: mx.array, values: mx.array, recent_before: list[int], ends: list[int]) -> None:
-        """Append to the decoded copy: the new rows, and what codes give for those that aren't recent any more."""
-        self.decoded = self.decoded.put(keys, values, self.rows)
-        for b, pad in enumerate(self.pads):
-            low = max(recent_before[b], pad + self.choice.sink_tokens)
-            high = self.recent.first(b, ends[b])
-            for span in spans_of(self.runs[b], pad, low, high):
-                some = slice(span.first, span.last)
-                rows = decoded_codes(self, b, ALL, some, self.stacks_of([span.levels]))
-                self.decoded = self.decoded.overwritten(b, some, rows)
-
-    def decode_all(self) -> None:
-        """Make the decoded copy anew, where there is one."""
-        if self.attends == "buffer" and self.rows and self.waiting is None:
-            self.decoded = NO_ROWS.put(*decoded_heads(self, 0, self.known_kind().heads), 0)
 
     # -- cuts ---------------------------------------------------------------------------------------------------------
 

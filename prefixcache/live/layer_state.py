@@ -11,7 +11,6 @@ from prefixcache.codecs.turboquant.live import LevelStack
 from prefixcache.live.buffers import Alignment, CodeBuffer, FirstRows, RecentRows, RowBuffer, RowNumbers
 from prefixcache.live.levels import LevelStacks, SharedLevels
 
-ATTEND = ("codes", "buffer")
 NO_ROWS, NO_CODES = RowBuffer(), CodeBuffer()
 
 
@@ -21,11 +20,9 @@ class LayerState:
 
     While `waiting`, rows wait uncoded: until their levels are known, or 256 are there to measure them from. Then all are
     coded, in `codes`. Beside their codes each sequence's `sinks` and `recent` rows stay uncoded, and attention reads those.
-    `decoded` is a copy of all rows as attention means them, where attend is "buffer".
     """
 
     choice: Choice
-    attends: str
     shared: SharedLevels | None
     number: int  # of the layer, in `shared`
     alignment: Alignment
@@ -35,12 +32,9 @@ class LayerState:
     runs: tuple[tuple[Run, ...], ...] = ()  # of each sequence; none while rows wait
     waiting: RowBuffer | None = None
     codes: CodeBuffer = NO_CODES
-    decoded: RowBuffer = NO_ROWS
     _stacks: LevelStacks | None = None
 
     def __post_init__(self) -> None:
-        if self.attends not in ATTEND:
-            raise ValueError(f'attend={self.attends!r}: choose "codes" (no decoded copy is held) or "buffer" (one is)')
         self.numbers = RowNumbers()
 
     @property
@@ -64,7 +58,7 @@ class LayerState:
     def arrays(self) -> list[mx.array]:
         """Return every array of rows."""
         waiting = self.waiting or NO_ROWS
-        parts = (self.codes, waiting, self.sinks, self.recent, self.decoded)
+        parts = (self.codes, waiting, self.sinks, self.recent)
         return [array for part in parts for array in part.arrays or ()]
 
     def levels_in_use(self) -> list[LayerLevels]:

@@ -37,7 +37,6 @@ def make_prompt_cache(
     model: Any,
     codec: Codec | str | Mapping[str, Any] | None = None,
     *,
-    attend: Literal["codes", "buffer"] = "codes",
     recent_tokens: int = RECENT,
     levels: SharedLevels | None = None,
 ) -> LivePromptCache:
@@ -47,21 +46,19 @@ def make_prompt_cache(
     takes their rows; sliding windows, chunks, recurrent state, MLA latents and the codec's `fp16_layers`
     stay. What rows a layer has is found by sketching one step of the model; nothing of it is computed.
 
-    With attend="codes" attention reads the codes: for models whose attention is mlx-lm's own. Of each sequence the last
+    Attention reads the codes: for models whose attention is mlx-lm's own. Of each sequence the last
     `recent_tokens` are attended to as they are: nothing helps codes as much. `levels`: to share among
     the caches of one tenant, so that channels are measured once.
 
-    ValueError where no layer qualifies, or where the model doesn't attend by mlx-lm's function (attend="buffer" serves
-    any).
+    ValueError where no layer qualifies, or where the model doesn't attend by mlx-lm's function.
     """
     codec = _checked(codec)
-    if attend == "codes":
-        families.check(model)
+    families.check(model)
     fresh = mlx_caches.make_prompt_cache(model)
     rows = rows_of(model)
     if len(rows) != len(fresh):
         raise ValueError(f"{type(model).__module__}: {len(fresh)} caches, of which {len(rows)} could be sketched")
-    making = _Making(codec, len(fresh), attend, recent_tokens, levels)
+    making = _Making(codec, len(fresh), recent_tokens, levels)
     return making.all(fresh, rows)
 
 
@@ -70,7 +67,6 @@ def convert_prompt_cache(
     codec: Codec | str | Mapping[str, Any] | None = None,
     *,
     model: Any = None,
-    attend: Literal["codes", "buffer"] = "codes",
     recent_tokens: int = RECENT,
     levels: SharedLevels | None = None,
 ) -> LivePromptCache:
@@ -82,7 +78,7 @@ def convert_prompt_cache(
 
     ValueError where no layer qualifies (one that is coded already does), or the layers aren't the model's.
     """
-    making = _Making(_checked(codec), _layers_of(prompt_cache, model, attend), attend, recent_tokens, levels)
+    making = _Making(_checked(codec), _layers_of(prompt_cache, model), recent_tokens, levels)
     return making.all(prompt_cache, None)
 
 
@@ -91,22 +87,20 @@ def convert_in_place(
     codec: Codec | str | Mapping[str, Any] | None = None,
     *,
     model: Any = None,
-    attend: Literal["codes", "buffer"] = "codes",
     recent_tokens: int = RECENT,
     levels: SharedLevels | None = None,
 ) -> LivePromptCache:
     """Do as `convert_prompt_cache`, but replace the layers of `prompt_cache` one by one: no more than one is there twice."""
-    making = _Making(_checked(codec), _layers_of(prompt_cache, model, attend), attend, recent_tokens, levels)
+    making = _Making(_checked(codec), _layers_of(prompt_cache, model), recent_tokens, levels)
     return making.all(prompt_cache, None, into=prompt_cache)
 
 
-def _layers_of(prompt_cache: Sequence[Any], model: Any, attend: str) -> int:
+def _layers_of(prompt_cache: Sequence[Any], model: Any) -> int:
     """Return how many layers a prompt cache has. ValueError where it is none, or not one of the model."""
     if not isinstance(prompt_cache, (list, tuple)) or not prompt_cache:
         raise ValueError(f"prompt cache of type {type(prompt_cache).__name__}: pass the list of layer caches")
     if model is not None:
-        if attend == "codes":
-            families.check(model)
+        families.check(model)
         check_layers(prompt_cache, model)
     return len(prompt_cache)
 
@@ -134,8 +128,8 @@ def check_layers(prompt_cache: Sequence[Any], model: Any) -> None:
 class _Making:
     """Layer by layer, with one codec."""
 
-    def __init__(self, codec: TurboQuant, layers: int, attend: Any, recent: int, levels: SharedLevels | None):
-        self._codec, self._layers, self._attend, self._recent = codec, layers, attend, recent
+    def __init__(self, codec: TurboQuant, layers: int, recent: int, levels: SharedLevels | None):
+        self._codec, self._layers, self._recent = codec, layers, recent
         self._levels = levels if levels is not None else SharedLevels()
         self._left: dict[int, str] = {}
         self._coded: set[int] = set()
@@ -215,9 +209,7 @@ class _Making:
         codec = TurboQuant(keys.bits, values.bits, keys.levelled, sink_tokens=self._codec.sink_tokens, seed=keys.seed)
 
         def coded(cache: KVCache, number: int) -> TurboQuantKVCache:
-            live = TurboQuantKVCache(
-                codec, recent_tokens=self._recent, attend=self._attend, levels=self._levels, layer=number
-            )
+            live = TurboQuantKVCache(codec, recent_tokens=self._recent, levels=self._levels, layer=number)
             return live.filled_from(cache)
 
         return coded

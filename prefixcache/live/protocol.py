@@ -27,7 +27,7 @@ class LiveCache:
     def keys_and_values(self) -> tuple[Any, Any]:
         """Return what stands for all keys and values of this cache, as `update_and_fetch` returns it."""
         layer, kind = self._layer, self._layer.known_kind()
-        if layer.waiting is not None or layer.attends == "buffer":
+        if layer.waiting is not None:
             return decoded_heads(layer, 0, kind.heads)
         shape, dtype = (layer.batch, kind.heads, layer.rows), element(kind.dtype).mlx
         keys, values = (CodesStandIn(self, (*shape, width), dtype) for width in (kind.key_width, kind.value_width))
@@ -47,7 +47,7 @@ class LiveCache:
     def bits(self) -> int:
         """Bits of keys, where codes are what is fetched: mlx-lm's own function, while it isn't hooked, then takes its
         quantised way, and what it meets says what to do."""
-        if self._layer.waiting is not None or self._layer.attends == "buffer":
+        if self._layer.waiting is not None:
             raise AttributeError("bits")
         return self._layer.choice.key_bits
 
@@ -65,8 +65,8 @@ class LiveCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes and scales, the buffers' room to grow included, of rows kept as they are, of levels, and of the
-        decoded copy where there is one. Nothing is evaluated."""
+        """Bytes of codes and scales, the buffers' room to grow included, of rows kept as they are, and of levels. Nothing
+        is evaluated."""
         return self._layer.nbytes
 
     def is_trimmable(self) -> bool:
@@ -87,7 +87,7 @@ class LiveCache:
         """Return the cache whose `state` this was, its codec included. ValueError for any other state."""
         cache = cls.__new__(cls)
         cache.state, cache.meta_state = state, meta_state  # type: ignore[attr-defined]
-        hook_for(cache._layer)
+        hook_attention()
         return cache
 
     @classmethod
@@ -95,7 +95,7 @@ class LiveCache:
         """Make the cache of these rows."""
         cache = cls.__new__(cls)
         cache._adopt(layer)
-        hook_for(layer)
+        hook_attention()
         return cache
 
     def _adopt(self, layer: CodedLayer) -> None:
@@ -123,17 +123,6 @@ class LiveCache:
         return self._layer.choice
 
     @property
-    def attends(self) -> str:
-        """ "codes" or "buffer"."""
-        return self._layer.attends
-
-    @property
     def kind(self) -> LayerRows | None:
         """Heads, widths and dtype of the rows; None before the first."""
         return self._layer.kind
-
-
-def hook_for(layer: CodedLayer) -> None:
-    """Hook attention where codes are attended to."""
-    if layer.attends == "codes":
-        hook_attention()

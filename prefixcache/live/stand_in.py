@@ -30,7 +30,7 @@ class CodesStandIn:
         )
         raise TypeError(
             f"{type(self._cache).__name__} keeps codes, and {use} asks for an array: {why}. "
-            'Make the cache with attend="buffer", or call dequantize() on it'
+            "Call dequantize() on it, or keep this model's caches plain"
         )
 
     def __getattr__(self, name: str) -> Any:

@@ -28,7 +28,6 @@ def described(layer: CodedLayer, right: Sequence[int] | None = None) -> list[mx.
     header = {
         "version": VERSION,
         "choice": list(layer.choice),
-        "attends": layer.attends,
         "kind": layer.kind,
         "rows": alignment.rows,
         "pads": alignment.pads,
@@ -60,7 +59,7 @@ def restored(state: Sequence[mx.array]) -> SavedLayer:
         header: dict[str, Any] = json.loads(bytes(borrow(next(arrays)).tobytes()))
         if header["version"] != VERSION:
             raise ValueError(f"its version is {header['version']}, this release reads {VERSION}")
-        layer = CodedLayer.empty(Choice(*header["choice"]), header["attends"])
+        layer = CodedLayer.empty(Choice(*header["choice"]))
         layer.kind = LayerRows(*header["kind"]) if header["kind"] is not None else None
         ends = tuple(header["ends"]) if header["ends"] is not None else None
         layer.alignment = Alignment(header["rows"], tuple(header["pads"]), ends)
@@ -79,7 +78,6 @@ def restored(state: Sequence[mx.array]) -> SavedLayer:
         _check(layer)
     except (StopIteration, RuntimeError, KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
         raise ValueError(f"no state of a live TurboQuant cache: {error or type(error).__name__}") from None
-    layer.decode_all()
     return SavedLayer(layer, header.get("right"))
 
 

@@ -5,7 +5,7 @@ length, and of sequences of any lengths, left-padded. Rows and codes are `live.l
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
@@ -18,9 +18,10 @@ from prefixcache.live.decoding import decoded_heads
 from prefixcache.live.layer import CodedLayer
 from prefixcache.live.layer_state import NO_ROWS
 from prefixcache.live.levels import SharedLevels
-from prefixcache.live.protocol import LiveCache, hook_for
+from prefixcache.live.protocol import LiveCache
 from prefixcache.live.ragged import check_numbers, chosen, numbers
 from prefixcache.live.state import described, restored
+from prefixcache.upstream import hook_attention
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -29,9 +30,8 @@ if TYPE_CHECKING:
 class TurboQuantKVCache(LiveCache):
     """Keys and values as TurboQuant's codes while a model generates: a step encodes its new row and nothing else.
 
-    `attend="codes"`: attention reads the codes, and no decoded copy of the past is ever held; for models whose attention
-    is mlx-lm's own (`prefixcache.live.families`). `attend="buffer"`: a decoded copy is held beside the codes and counted
-    in `nbytes`; for any model, and no smaller than a plain cache.
+    Attention reads the codes, and no decoded copy of the past is ever held: for models whose attention is mlx-lm's own
+    (`prefixcache.live.families`).
 
     With `levelling` rows wait as they are until 256 are there, then channels are measured and all are coded. Beside their
     codes the first `sink_tokens` and the last `recent_tokens` rows are kept as they are, and attention reads those.
@@ -45,19 +45,18 @@ class TurboQuantKVCache(LiveCache):
         codec: TurboQuant | None = None,
         *,
         recent_tokens: int = RECENT,
-        attend: Literal["codes", "buffer"] = "codes",
         levels: SharedLevels | None = None,
         layer: int = 0,
     ):
         choice = Choice.of_codec(codec or TurboQuant(), recent_tokens)
-        self._layer = CodedLayer.empty(choice, attend, levels, layer)
-        hook_for(self._layer)
+        self._layer = CodedLayer.empty(choice, levels, layer)
+        hook_attention()
 
     # -- mlx-lm's protocol --------------------------------------------------------------------------------------------
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """Rows (B, heads, L, width) of one float dtype, coded and kept. Returns what stands for all keys and values: views
-        that this cache's attention knows, or arrays where rows wait or a buffer is held.
+        that this cache's attention knows, or arrays where rows wait.
 
         ValueError for rows of other heads, widths, dtype or batch size than those that are held.
         """
@@ -134,7 +133,7 @@ class TurboQuantKVCache(LiveCache):
         return cls.of_layer(CodedLayer.of_codes(choice, kind, runs, codes, rows, sinks))
 
     def __repr__(self) -> str:
-        return f"TurboQuantKVCache({self._layer.choice}, {self._layer.rows} tokens, attend={self.attends!r})"
+        return f"TurboQuantKVCache({self._layer.choice}, {self._layer.rows} tokens)"
 
 
 class BatchTurboQuantKVCache(LiveCache):
@@ -152,8 +151,8 @@ class BatchTurboQuantKVCache(LiveCache):
         if min(pads, default=0) < 0:
             raise ValueError(f"left_padding={pads}: give numbers of rows, 0 or more")
         layer = (like or TurboQuantKVCache())._layer
-        self._adopt(CodedLayer.empty(layer.choice, layer.attends, layer.shared, layer.number, pads))
-        hook_for(self._layer)
+        self._adopt(CodedLayer.empty(layer.choice, layer.shared, layer.number, pads))
+        hook_attention()
 
     def _adopt(self, layer: CodedLayer, right: Sequence[int] | None = None) -> None:
         """Be this layer's cache. `right`: each sequence's padding on the right, until `finalize`."""
@@ -272,4 +271,4 @@ class BatchTurboQuantKVCache(LiveCache):
     def __repr__(self) -> str:
         layer = self._layer
         batch = f"{layer.batch} sequences, {layer.rows} rows"
-        return f"BatchTurboQuantKVCache({layer.choice}, {batch}, attend={layer.attends!r})"
+        return f"BatchTurboQuantKVCache({layer.choice}, {batch})"

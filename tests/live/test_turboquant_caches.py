@@ -77,13 +77,10 @@ def _seeded():
 # -- one sequence ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("attend", ["codes", "buffer"])
 @pytest.mark.parametrize(("sinks", "recent"), [(0, 0), (0, 16), (4, 128), (4, 0)])
 @pytest.mark.parametrize("levelling", [True, False])
-def test_attention_is_that_of_the_dequantized_cache_at_every_length_and_after_every_cut(
-    attend, sinks, recent, levelling
-):
-    cache = cache_of(4, 3, levelling=levelling, sink_tokens=sinks, recent_tokens=recent, attend=attend)
+def test_attention_is_that_of_the_dequantized_cache_at_every_length_and_after_every_cut(sinks, recent, levelling):
+    cache = cache_of(4, 3, levelling=levelling, sink_tokens=sinks, recent_tokens=recent)
     for n in (100, 200, 1, 1, 300, 5, -30, 1, 40, -200, 3, 1, -400, 2):
         if n < 0:
             assert cache.trim(-n) == -n
@@ -182,21 +179,10 @@ def test_bytes_are_those_of_the_buffers_and_are_a_quarter_of_fp16():
     assert buffers <= cache.nbytes <= buffers + 10_000  # levels
 
 
-def test_a_decoded_buffer_is_counted():
-    """A buffer that gave the saving back, uncounted, was a bug elsewhere."""
-    codes, buffer = (TurboQuantKVCache(attend=attend) for attend in ("codes", "buffer"))
-    for cache in (codes, buffer):
-        added(cache, 600)
-    keys, values = buffer.keys_and_values()
-    assert buffer.nbytes >= codes.nbytes + keys.nbytes + values.nbytes
-    assert isinstance(keys, mx.array)
-
-
-@pytest.mark.parametrize("attend", ["codes", "buffer"])
 @pytest.mark.parametrize("n", [30, 600])
 @pytest.mark.parametrize("copied", [TurboQuantKVCache.copy, copy.copy, copy.deepcopy])
-def test_changing_a_copy_never_shows_in_the_other(attend, n, copied):
-    cache = cache_of(sink_tokens=2, attend=attend)
+def test_changing_a_copy_never_shows_in_the_other(n, copied):
+    cache = cache_of(sink_tokens=2)
     added(cache, n)
     before = [np.array(x) for x in meant(cache)]
     other = copied(cache)
@@ -210,16 +196,15 @@ def test_changing_a_copy_never_shows_in_the_other(attend, n, copied):
 
 
 @pytest.mark.parametrize("n", [0, 30, 600])
-@pytest.mark.parametrize("attend", ["codes", "buffer"])
-def test_a_state_is_the_whole_cache_its_codec_included(n, attend, tmp_path):
+def test_a_state_is_the_whole_cache_its_codec_included(n, tmp_path):
     """A restored cache without its codec was a bug elsewhere."""
-    cache = cache_of(3, 4, sink_tokens=3, seed=5, attend=attend)
+    cache = cache_of(3, 4, sink_tokens=3, seed=5)
     if n:
         added(cache, n)
     mx.save_safetensors(str(tmp_path / "state.safetensors"), {str(i): array for i, array in enumerate(cache.state)})
     saved = mx.load(str(tmp_path / "state.safetensors"))
     back = TurboQuantKVCache.from_state([saved[str(i)] for i in range(len(saved))], cache.meta_state)
-    assert (back.choice, back.attends, back.offset, back.nbytes) == (cache.choice, attend, n, cache.nbytes)
+    assert (back.choice, back.offset, back.nbytes) == (cache.choice, n, cache.nbytes)
     mx.random.seed(3)
     first = added(cache, 4)
     mx.random.seed(3)
@@ -295,7 +280,6 @@ def test_bad_settings_are_named():
         (lambda: cache_of(5), "key_bits=5"),
         (lambda: TurboQuantKVCache(recent_tokens=-1), "recent_tokens=-1"),
         (lambda: cache_of(sink_tokens=1000), "sink_tokens=1000"),
-        (lambda: TurboQuantKVCache(attend="fp16"), "attend='fp16'"),
     ):
         with pytest.raises(ValueError, match=said):
             made()
@@ -306,26 +290,24 @@ def test_bad_settings_are_named():
 
 
 def test_a_cache_cut_to_nothing_is_an_empty_one():
-    for attend in ("codes", "buffer"):
-        cache = TurboQuantKVCache(attend=attend)
-        added(cache, 300)
-        cache.trim(300)
-        assert cache.dequantize().keys.shape[2] == 0 or cache.dequantize().offset == 0
-        assert TurboQuantKVCache.from_state(cache.state).offset == 0
-        empty = cache_of(levelling=False, attend=attend)
-        empty.update_and_fetch(rows(0), rows(0))
-        assert empty.offset == 0
-        for own in (cache, empty):
-            queries, keys, values = added(own, 3)
-            out = own.attend_to_codes(queries, keys, values, scale=0.125, mask="causal")
-            assert error(out, plain_attention(queries, *meant(own), "causal")) <= 1e-3
+    cache = TurboQuantKVCache()
+    added(cache, 300)
+    cache.trim(300)
+    assert cache.dequantize().keys.shape[2] == 0 or cache.dequantize().offset == 0
+    assert TurboQuantKVCache.from_state(cache.state).offset == 0
+    empty = cache_of(levelling=False)
+    empty.update_and_fetch(rows(0), rows(0))
+    assert empty.offset == 0
+    for own in (cache, empty):
+        queries, keys, values = added(own, 3)
+        out = own.attend_to_codes(queries, keys, values, scale=0.125, mask="causal")
+        assert error(out, plain_attention(queries, *meant(own), "causal")) <= 1e-3
 
 
 @pytest.mark.parametrize("n", [30, 300])
-@pytest.mark.parametrize("attend", ["codes", "buffer"])
 @pytest.mark.parametrize("additive", [False, True])
-def test_a_query_that_may_attend_to_nothing_gets_zeros_in_every_state(n, attend, additive):
-    cache = TurboQuantKVCache(attend=attend)
+def test_a_query_that_may_attend_to_nothing_gets_zeros_in_every_state(n, additive):
+    cache = TurboQuantKVCache()
     queries, keys, values = added(cache, n, length=2)
     mask = mx.zeros((1, 1, 2, n), mx.bool_)
     mask[:, :, 1] = True
@@ -361,10 +343,9 @@ def test_a_state_whose_arrays_do_not_fit_is_refused():
             TurboQuantKVCache.from_state(bad)
 
 
-@pytest.mark.parametrize("attend", ["codes", "buffer"])
-def test_a_row_that_comes_after_a_cut_below_the_sinks_is_a_sink_again(attend):
+def test_a_row_that_comes_after_a_cut_below_the_sinks_is_a_sink_again():
     """Steps have a short way, which doesn't look for sinks."""
-    cache = cache_of(levelling=False, sink_tokens=4, recent_tokens=0, attend=attend)
+    cache = cache_of(levelling=False, sink_tokens=4, recent_tokens=0)
     added(cache, 300)
     added(cache, 1)
     cache.trim(300)
@@ -387,9 +368,7 @@ def singles(lengths, **choice):
 
 
 @pytest.mark.parametrize("lengths", [(5, 40, 0), (0, 0), (300, 1, 129, 128), (7,)])
-@pytest.mark.parametrize(
-    "choice", [{}, {"sink_tokens": 4, "recent_tokens": 16}, {"recent_tokens": 0}, {"attend": "buffer"}]
-)
+@pytest.mark.parametrize("choice", [{}, {"sink_tokens": 4, "recent_tokens": 16}, {"recent_tokens": 0}])
 def test_each_sequence_of_a_batch_is_attended_to_as_it_is_alone(lengths, choice):
     """Left-padded rows that attended to nothing, and an empty row that crashed the batch, were bugs elsewhere."""
     alone = singles(lengths, **choice)
@@ -497,7 +476,7 @@ def test_whatever_happens_to_a_batch_each_sequence_is_what_it_is_alone(seed, ker
         {},
         {"sink_tokens": 4, "recent_tokens": 16},
         {"recent_tokens": 0},
-        {"attend": "buffer", "recent_tokens": 8},
+        {"recent_tokens": 8},
     ]
     driven = Driven(seed, **choice[seed % 4])
     driven.join()
@@ -546,7 +525,6 @@ def test_a_batchs_state_is_the_whole_batch():
     [
         (lambda: cache_of(3, levelling=False), "key_bits 4 and key_bits 3"),
         (lambda: cache_of(levelling=False, sink_tokens=2), "sink_tokens 4 and sink_tokens 2"),
-        (lambda: cache_of(levelling=False, attend="buffer"), "attend codes and attend buffer"),
     ],
 )
 def test_caches_that_are_not_alike_can_not_be_in_one_batch(other, said):
