@@ -7,7 +7,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import MISSING, fields, is_dataclass
-from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
@@ -17,7 +16,6 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would be 
 AdapterPath = Annotated[
     str | None, typer.Option("--adapter-path", metavar="PATH", help="The folder of a LoRA adapter.")
 ]
-Plot = Annotated[Path | None, typer.Option(metavar="OUT", help="Draw it: OUT.png, OUT.svg, or both without a suffix.")]
 Float32 = Annotated[
     bool, typer.Option("--float32", help="Cast the weights: a CPU multiplies float32 faster than half precision.")
 ]

@@ -1,17 +1,16 @@
-"""Tables of text, on a terminal, in Markdown and in HTML: what `evaluate`, `plan` and `demo` write their numbers in; and
-`listing`, which the commands of operators fill.
+"""Tables of text, on a terminal and in Markdown: what `evaluate`, `plan` and `demo` write their numbers in; and `listing`,
+which the commands of operators fill.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from html import escape
 from typing import Any, NamedTuple
 
 from rich import box
 from rich.table import Table
 
-from prefixcache.cli.text import foreign, safe
+from prefixcache.cli.text import foreign
 
 NONE = "-"
 
@@ -46,18 +45,3 @@ def markdown(grid: Grid) -> str:
     rule = ["---", *("---:" for _ in grid.headings[1:])]
     rows = [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in (grid.headings, *grid.rows)]
     return "\n".join(f"| {' | '.join(row)} |" for row in (rows[0], rule, *rows[1:]))
-
-
-def html_table(grid: Grid) -> str:
-    head = elements("th", grid.headings)
-    rows = "".join(f"<tr>{elements('td', row)}</tr>" for row in grid.rows)
-    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
-
-
-def elements(tag: str, texts: list[str]) -> str:
-    """Return one HTML element for each text, escaped."""
-    return "".join(f"<{tag}>{'<br>'.join(map(html_text, text.splitlines()))}</{tag}>" for text in texts)
-
-
-def html_text(text: str) -> str:
-    return escape(safe(text))

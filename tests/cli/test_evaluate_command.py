@@ -15,16 +15,14 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import BatchKVCache
 
-from prefixcache.cli import output
 from prefixcache.cli.evaluate import measuring as evaluating
 from prefixcache.cli.evaluate import trials
 from prefixcache.cli.evaluate.measuring import Subject, measure
 from prefixcache.cli.evaluate.options import EvaluationSize
-from prefixcache.cli.evaluate.report import as_markdown, family, main_grid
+from prefixcache.cli.evaluate.report import as_markdown, main_grid
 from prefixcache.cli.evaluate.texts import default_text
 from prefixcache.cli.evaluate.trials import RowScores
 from prefixcache.cli.text import Refused
-from prefixcache.codecs import TurboQuant
 from tests.models.calibrated import calibrate
 from tests.models.families import FAMILIES
 from tests.servers.serving import save_model
@@ -254,31 +252,6 @@ def test_a_text_of_ones_own_is_read_and_named(call, tiny, tmp_path):
     assert facts["job"]["text_tokens"] == 3000
 
 
-def test_the_picture_is_drawn_in_the_kinds_asked_for(call, tiny, tmp_path):
-    done = call(
-        "evaluate",
-        "some/model",
-        *SMALL,
-        "--codec",
-        "turboquant:8",
-        "--codec",
-        "turboquant:4:3",
-        "--plot",
-        tmp_path / "picture",
-    )
-    assert done.exit_code == 0, done.output
-    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
-    svg = (tmp_path / "picture.svg").read_text()
-    assert "bits a value" in svg
-    assert "k4 v3" in svg
-
-
-def test_codecs_on_one_line_are_of_one_kind():
-    assert family(TurboQuant(4, 4).spec()) == "turboquant"
-    assert family(TurboQuant(4, 3).spec()) == "turboquant, keys and values apart"
-    assert family(TurboQuant(4, 4, levelling=False).spec()) == "turboquant, plain"
-
-
 def test_an_infinite_divergence_is_null_and_shown_as_none(monkeypatch):
     def broken(reference, logits, targets):
         infinite = np.full(len(targets), np.inf)
@@ -305,8 +278,6 @@ def test_an_infinite_divergence_is_null_and_shown_as_none(monkeypatch):
         (("--prefix", 4000, "--tokens", 200), "4096 positions (max_position_embeddings); give --prefix 3896 or less"),
         (("--windows", 5000, "--prefix", 300), "give more text (--text), or smaller --windows"),
         (("--prefix", 30, "--windows", 1), "--prefix 30: no room for 5 numbers"),
-        (("--plot", "picture.pdf"), "can't draw .pdf; give a name that ends in .png or .svg"),
-        (("--plot", "/nowhere/picture.png"), "no such folder; make /nowhere first"),
     ],
 )
 def test_what_can_not_be_measured_is_refused_with_the_remedy(call, tiny, args, told):
@@ -326,14 +297,6 @@ def test_a_model_that_is_not_there_or_is_none_is_refused(call, tmp_path):
     done = call("evaluate", tmp_path, "--adapter", tmp_path / "none")
     assert done.exit_code == 2
     assert "--adapter" in done.stderr
-
-
-def test_without_matplotlib_the_remedy_is_told_before_anything_runs(call, monkeypatch):
-    monkeypatch.setattr(output, "find_spec", lambda name: None)
-    monkeypatch.setattr(evaluating, "load", lambda *args: pytest.fail("the model was loaded"))
-    done = call("evaluate", "some/model", "--plot", "picture.png")
-    assert done.exit_code == 2
-    assert "pip install 'prefixcache[plan]'" in done.stderr
 
 
 def test_a_cache_that_can_not_be_stored_is_refused(monkeypatch):

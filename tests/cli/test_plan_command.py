@@ -1,26 +1,21 @@
-"""`prefixcache plan`: what it tells of models and traces, the files that it writes, and what it refuses."""
+"""`prefixcache plan`: what it tells of models and traces, and what it refuses."""
 
 from __future__ import annotations
 
 import gzip
-import html.parser
 import importlib
 import json
-import os
 import re
-import xml.dom.minidom
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from prefixcache import PrefixCache
-from prefixcache.cli import output
 from prefixcache.cli.plan import facts as plan_facts
 from prefixcache.cli.plan import text as plan_text
 from prefixcache.cli.plan.options import DEFAULT_CODEC
 from prefixcache.cli.plan.shapes import SHAPES
-from prefixcache.cli.text import Refused
 from prefixcache.codecs.choice import as_codec
 from prefixcache.codecs.transform.basis import read
 from prefixcache.planning.model import ModelState
@@ -558,13 +553,11 @@ def test_a_trace_in_which_nothing_comes_back_is_told_so(call, tmp_path):
         {"timestamp": 0, "input_length": 512, "output_length": 1, "hash_ids": [2 * i, 2 * i + 1]} for i in range(5)
     ]
     path.write_text("\n".join(map(json.dumps, lines)))
-    page = tmp_path / "page.html"
-    more = "--block", 256, "--ram", "1MB", "--ssd", 0, "--html", page, "--plot", tmp_path / "p.svg"
+    more = "--block", 256, "--ram", "1MB", "--ssd", 0
     done = call("plan", "--model", TINY, "--trace", path, *more)
     assert done.exit_code == 0, done.output
     assert "No prompt comes back" in done.stdout
     assert "bytes a day can't be told" in " ".join(done.stdout.split())
-    assert "No prompt comes back" in page.read_text()
 
 
 def test_sizes_that_keep_nothing_are_told_apart_from_a_trace_without_hits(call, trace):
@@ -646,16 +639,13 @@ def test_a_limit_of_the_remote_tier_holds(planned):
     assert rows[3]["remote_evicted"] > 0
 
 
-def test_a_fleet_is_told_on_the_screen_and_on_the_page(call, trace, tmp_path):
-    page = tmp_path / "page.html"
-    more = "--routing", "sticky,random", "--html", page
+def test_a_fleet_is_told_on_the_screen(call, trace):
+    more = "--routing", "sticky,random"
     done = call("plan", "--model", TINY, "--trace", trace, "--block", 256, *SIZED, *more, columns=80)
     assert done.exit_code == 0, done.output
     assert max(map(len, done.stdout.splitlines())) <= 80
-    for text in (done.stdout, page.read_text()):
-        for name in ("one with all of it", "sticky, no remote", "random, second", "the remote tier"):
-            assert name in text
-    assert "<h2>A fleet</h2>" in page.read_text()
+    for name in ("one with all of it", "sticky, no remote", "random, second", "the remote tier"):
+        assert name in done.stdout
     assert "By its blocks the trace has 5 sessions" in " ".join(done.stdout.split())
 
 
@@ -736,117 +726,6 @@ def test_ladders_are_of_sizes_that_things_are_sold_in():
     assert plan_facts.ssd_ladder(90 * 10**9) == [24 * 10**9, 96 * 10**9]
 
 
-# -- files ------------------------------------------------------------------------------------------------------------
-
-
-class Page(html.parser.HTMLParser):
-    """What a page asks for from outside, and whether each of its tags is closed."""
-
-    def __init__(self, text: str):
-        super().__init__()
-        self.open: list[str] = []
-        self.outside: list[str] = []
-        self.feed(text)
-        self.close()
-
-    def handle_starttag(self, tag, attrs):
-        links = ("src", "href", "xlink:href", "srcset", "data", "action")
-        self.outside += [f"{tag} {name}" for name, value in attrs if name in links and not value.startswith("#")]
-        self.outside += [tag] * (tag in ("script", "link", "iframe", "img", "object", "embed"))
-        if tag not in ("meta", "br"):
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, attrs):
-        self.handle_starttag(tag, attrs)
-        self.handle_endtag(tag)
-
-    def handle_endtag(self, tag):
-        if self.open[-1:] == [tag]:
-            self.open.pop()
-        elif tag != "meta":
-            self.outside.append(f"unopened {tag}")
-
-
-def test_the_report_is_one_page_that_needs_nothing(call, tmp_path):
-    trace = chats(tmp_path / "<b>&quot;chats.jsonl")
-    page = tmp_path / "page.html"
-    more = "--policy", "lru,adaptive", "--html", page
-    done = call("plan", "--model", TINY, "--trace", trace, "--block", 256, "--ram", "1MB,2MB,4MB", *more)
-    assert done.exit_code == 0, done.output
-    text = page.read_text()
-    read = Page(text)
-    assert (read.open, read.outside) == ([], [])
-    assert set(re.findall(r"url\((.)", text)) <= {"#"}
-    assert "<b>" not in text
-    assert "&lt;b&gt;&amp;quot;chats.jsonl" in text
-    first = done.stdout.splitlines()[0]
-    assert f'<div class="advice"><p>{html.escape(first)}</p>' in text
-    assert "prefers-color-scheme: dark" in text
-    (picture,) = re.findall(r"<svg.*?</svg>", text, re.DOTALL)
-    xml.dom.minidom.parseString(picture)
-    for title in ("Tokens that need no prefill", "What money buys", "Time to first token"):
-        assert title in picture
-    for table in ("Hit rate by size", "What money buys", "Waiting and wear", "What a Mac could keep"):
-        assert f"<h2>{table}</h2>" in text
-    assert oct(page.stat().st_mode & 0o777) == oct(0o666 & ~umask())
-
-
-def umask() -> int:
-    now = os.umask(0)
-    os.umask(now)
-    return now
-
-
-def test_the_picture_is_drawn_in_the_kinds_asked_for(call, trace, tmp_path):
-    picture = tmp_path / "picture"
-    more = "--ram", "1MB,4MB", "--ssd", "0,8MB", "--plot", picture
-    done = call("plan", "--model", TINY, "--trace", trace, "--block", 256, *more)
-    assert done.exit_code == 0, done.output
-    assert picture.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-    assert "Tokens that need no prefill" in picture.with_suffix(".svg").read_text()
-    assert len(list(tmp_path.iterdir())) == 3
-    assert output.pictures("--plot", picture)  # both are this command's own
-    page = tmp_path / "page.html"
-    for _ in range(2):
-        done = call("plan", "--model", TINY, "--html", page, "--plot", picture.with_suffix(".svg"))
-        assert done.exit_code == 0, done.output
-        assert "What a prompt takes" in picture.with_suffix(".svg").read_text()
-        assert Page(page.read_text()).open == []
-
-
-def test_a_file_of_somebody_elses_is_left_as_it_is(call, tmp_path):
-    for option, name in (("--html", "mine.html"), ("--plot", "mine.svg")):
-        mine = tmp_path / name
-        mine.write_text("my own work")
-        done = call("plan", "--model", TINY, option, mine)
-        assert (done.exit_code, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-        assert "is there and not made by prefixcache; give another name, or delete it" in done.stderr
-        assert mine.read_text() == "my own work"
-
-
-def test_a_file_that_can_not_be_finished_leaves_the_old_one_and_no_other(tmp_path, monkeypatch):
-    page = tmp_path / "page.html"
-    page.write_text("old")
-
-    def full(*args: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(output.os, "replace", full)
-    with pytest.raises(Refused, match=r"page\.html: No space left on device"):
-        output.write("--html", page, b"new")
-    assert [file.read_text() for file in tmp_path.iterdir()] == ["old"]
-
-
-def test_without_matplotlib_the_page_has_its_tables_and_says_how_to_get_the_pictures(call, tmp_path, monkeypatch):
-    monkeypatch.setattr(output, "find_spec", lambda name: None)
-    page = tmp_path / "page.html"
-    assert call("plan", "--model", TINY, "--html", page).exit_code == 0
-    text = page.read_text()
-    assert "<table>" in text
-    assert "pip install &#x27;prefixcache[plan]&#x27;" in text or "pip install 'prefixcache[plan]'" in text
-    assert "<svg" not in text
-
-
 # -- what can't be planned --------------------------------------------------------------------------------------------
 
 
@@ -876,10 +755,6 @@ def test_without_matplotlib_the_page_has_its_tables_and_says_how_to_get_the_pict
         (("--model", TINY, "--prefill-rate", "0"), "--prefill-rate 0: not possible; give a number from 1e-06 to 1e+12"),
         (("--model", TINY, "--prefill-rate", "nan"), "--prefill-rate nan: not possible"),
         (("--model", TINY, "--ram-price", "-1"), "--ram-price -1: not possible; give 0, or a number from"),
-        (("--model", TINY, "--plot", "p.pdf"), "can't draw .pdf"),
-        (("--model", TINY, "--html", "/nowhere/p.html"), "no such folder; make /nowhere first"),
-        (("--model", TINY, "--html", "{folder}"), "no plain file; give another name"),
-        (("--model", TINY, "--html", "/dev/stdout"), "no plain file; give another name"),
     ],
 )
 def test_what_can_not_be_planned_is_refused_with_the_remedy(call, trace, tmp_path, args, told):
@@ -887,29 +762,10 @@ def test_what_can_not_be_planned_is_refused_with_the_remedy(call, trace, tmp_pat
     files["strange"].write_text('{"model_type": "strange"}')
     files["empty"].write_text("")
     files["wrong"].write_text('{"timestamp": 0}\n' * 2)
-    done = call("plan", *(str(arg).format(trace=trace, folder=tmp_path, **files) for arg in args))
+    done = call("plan", *(str(arg).format(trace=trace, **files) for arg in args))
     assert (done.exit_code, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.output
     assert done.stderr.startswith("prefixcache: ")
     assert told in done.stderr
-
-
-def test_without_matplotlib_the_remedy_is_told_before_anything_runs(call, monkeypatch):
-    monkeypatch.setattr(output, "find_spec", lambda name: None)
-    monkeypatch.setattr(command, "_model", lambda name: pytest.fail("the model was read"))
-    done = call("plan", "--model", TINY, "--plot", "picture.png")
-    assert done.exit_code == 2
-    assert "pip install 'prefixcache[plan]'" in done.stderr
-
-
-def test_a_full_disk_is_told_after_the_numbers(call, tmp_path, monkeypatch):
-    def full(*args: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(output.os, "replace", full)
-    done = call("plan", "--model", TINY, "--html", tmp_path / "page.html")
-    assert done.exit_code == 2
-    assert "smaller" in done.stdout
-    assert done.stderr.endswith("page.html: No space left on device\n")
 
 
 def test_ctrl_c_ends_with_130(call, monkeypatch):
@@ -938,9 +794,3 @@ def test_a_servers_variables_change_nothing(planned, monkeypatch, tmp_path):
 def test_the_usual_codec_is_the_settings():
     with PrefixCache(ram="1MB") as cache:
         assert cache.codec.spec() == as_codec(DEFAULT_CODEC).spec()
-
-
-def test_targets_are_checked_for_both_kinds(tmp_path):
-    (tmp_path / "p.svg").write_text("mine")
-    with pytest.raises(Refused, match=r"p\.svg"):
-        output.pictures("--plot", tmp_path / "p")

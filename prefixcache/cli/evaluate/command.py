@@ -6,15 +6,13 @@ MLX and mlx-lm are imported when the command runs, so that asking for help stays
 from __future__ import annotations
 
 import platform
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from prefixcache.cli import output
 from prefixcache.cli.evaluate.options import EvaluatedModel, EvaluationOutput, EvaluationSize
-from prefixcache.cli.evaluate.report import as_markdown, divergence, screen
+from prefixcache.cli.evaluate.report import as_markdown, screen
 from prefixcache.cli.evaluate.texts import default_text, read_texts
 from prefixcache.cli.options import with_options
 from prefixcache.cli.progress import bar
@@ -46,7 +44,6 @@ def evaluate(
     with refusing():
         if shown.as_json and shown.in_markdown:
             raise Refused("--json and --markdown: both go to the same place; give one of them")
-        pictures = output.pictures("--plot", shown.plot)
         from prefixcache.cli.evaluate.measuring import codec_of, load, measure
 
         specs = list(dict.fromkeys((CONTROL, *(codec or DEFAULT))))
@@ -65,7 +62,3 @@ def evaluate(
         typer.echo(as_markdown(facts))
     else:
         console().print(*screen(facts), sep="\n")
-    with refusing():  # after the numbers: they took minutes
-        for file in pictures:
-            picture = output.draw(Path(subject.model).name, [partial(divergence, facts=facts)], file.suffix)
-            output.write("--plot", file, picture)

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from prefixcache.cli.evaluate.texts import NAMES, depths_of
-from prefixcache.cli.options import AsJson, Float32, Plot
+from prefixcache.cli.options import AsJson, Float32
 
 
 @dataclass(frozen=True)
@@ -49,4 +49,3 @@ class EvaluationOutput:
 
     as_json: AsJson = False
     in_markdown: Annotated[bool, typer.Option("--markdown", help="The tables as Markdown.")] = False
-    plot: Plot = None

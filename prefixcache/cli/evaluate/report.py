@@ -1,4 +1,4 @@
-"""How the results of `prefixcache evaluate` are written: tables and sentences, and the picture.
+"""How the results of `prefixcache evaluate` are written: tables and sentences.
 
 All are made from the facts that `--json` prints; nothing is computed here but what text needs.
 """
@@ -6,13 +6,11 @@ All are made from the facts that `--json` prints; nothing is computed here but w
 from __future__ import annotations
 
 import math
-from itertools import cycle
 from typing import Any
 
 from rich.table import Table
 from rich.text import Text
 
-from prefixcache.cli.output import LOOKS
 from prefixcache.cli.tables import NONE, Grid, markdown, table
 from prefixcache.cli.text import foreign, many, safe, size
 
@@ -132,46 +130,3 @@ def screen(facts: Facts) -> list[Table | Text]:
 def as_markdown(facts: Facts) -> str:
     """Return the same as Markdown, without a heading."""
     return "\n\n".join([*map(markdown, grids(facts)), "\n".join(f"- {line}" for line in notes(facts))])
-
-
-# -- the picture ------------------------------------------------------------------------------------------------------
-
-
-def family(spec: Facts) -> str:
-    """Return the name of the codecs that one line joins."""
-    if spec["name"] != "turboquant":
-        return str(spec["name"])
-    if spec.get("levelling") is False:
-        return "turboquant, plain"
-    return "turboquant" if spec["key_bits"] == spec["value_bits"] else "turboquant, keys and values apart"
-
-
-def divergence(axes: Any, facts: Facts) -> None:
-    """Draw KL against bits a value, for `output.draw`."""
-    codecs = sorted(
-        (c for c in facts["codecs"] if c["kl_mean"] and c["bits_per_value"]), key=lambda c: c["bits_per_value"]
-    )
-    names = sorted({family(c["spec"]) for c in codecs})
-    for name, (colour, marker) in zip(names, cycle(LOOKS), strict=False):
-        line = [c for c in codecs if family(c["spec"]) == name]
-        apart = name.endswith("apart")
-        axes.errorbar(
-            [c["bits_per_value"] for c in line],
-            [c["kl_mean"] for c in line],
-            [c["kl_error"] or 0 for c in line],
-            color=colour,
-            marker=marker,
-            linestyle="none" if apart else "-",
-            label=name,
-            capsize=2,
-        )
-        for c in line if apart else ():
-            label, at = f"k{c['spec']['key_bits']} v{c['spec']['value_bits']}", (c["bits_per_value"], c["kl_mean"])
-            axes.annotate(label, at, xytext=(5, 4), textcoords="offset points", fontsize=7)
-    if codecs:
-        axes.set_yscale("log")  # where 0 has no place
-    axes.set(
-        xlabel="bits a value, scales included",
-        ylabel="KL(live cache || codec), nats a token",
-        title="What a codec does to the next token",
-    )

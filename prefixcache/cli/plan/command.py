@@ -1,5 +1,5 @@
 """`prefixcache plan`: how much RAM and SSD a server needs, before they are bought. This module starts the simulations of
-`prefixcache.planning` that `options` ask for; `facts` makes the JSON object of their results, `text` and `report` show it.
+`prefixcache.planning` that `options` ask for; `facts` makes the JSON object of their results, `text` shows it.
 
 MLX and mlx-lm are imported when the command runs, so that asking for help stays quick.
 """
@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from prefixcache.cli import output
-from prefixcache.cli.options import with_options
+from prefixcache.cli.options import AsJson, with_options
 from prefixcache.cli.plan.options import (
     DEFAULT_CODEC,
     SHAPE_NAMES,
@@ -24,7 +23,6 @@ from prefixcache.cli.plan.options import (
     FleetOptions,
     FleetPlan,
     ModelOptions,
-    OutputOptions,
     TraceOptions,
     TracePlan,
 )
@@ -47,7 +45,7 @@ Facts = dict[str, Any]
 
 @with_options
 def plan(
-    model: ModelOptions, trace: TraceOptions, fleet: FleetOptions, assumed: AssumedOptions, shown: OutputOptions
+    model: ModelOptions, trace: TraceOptions, fleet: FleetOptions, assumed: AssumedOptions, as_json: AsJson = False
 ) -> None:
     """Tell how much RAM and SSD a server needs, before they are bought.
 
@@ -56,16 +54,12 @@ def plan(
     bytes: what each size of RAM and SSD would hit, save and write, and which pays.
     Prices, rates and the SSD's rated writes are examples until you give your own.
 
-    A file that is there is replaced only if prefixcache wrote it.
     docs/planning.md says how to read the numbers.
 
     Exit code: 0 planned, 2 it could not be, 130 stopped by Ctrl-C.
     """
     try:
         with refusing((ValueError, RuntimeError)):
-            pictures = output.pictures("--plot", shown.plot)
-            if shown.html is not None:
-                output.check("--html", shown.html)
             name, known = model.name(), assumed.checked(model.codecs())
             simulation = trace.checked(fleet.checked(trace))
             with _quiet_log():
@@ -73,12 +67,10 @@ def plan(
     except KeyboardInterrupt:
         complain("plan: stopped by SIGINT")
         raise typer.Exit(130) from None
-    if shown.as_json:
+    if as_json:
         print_json(facts)
     else:
         console().print(*screen(facts), sep="\n")
-    with refusing():  # after the numbers: they took minutes
-        _write(facts, shown.html, pictures)
 
 
 def _model(name: str) -> ModelState:
@@ -234,12 +226,3 @@ def _quiet_log() -> Iterator[None]:
         yield
     finally:
         log.setLevel(level)
-
-
-def _write(facts: Facts, html: Path | None, pictures: list[Path]) -> None:
-    from prefixcache.cli.plan.report import page, picture
-
-    if html is not None:
-        output.write("--html", html, page(facts).encode())
-    for file in pictures:
-        output.write("--plot", file, picture(facts, file.suffix))

@@ -12,7 +12,6 @@ from typing import Annotated, NamedTuple, get_args
 import typer
 
 from prefixcache.byte_sizes import parse_size
-from prefixcache.cli.options import AsJson, Plot
 from prefixcache.cli.plan.shapes import SHAPES
 from prefixcache.cli.text import Refused
 from prefixcache.settings import BASIS_DIR, Settings
@@ -240,15 +239,6 @@ class TraceOptions:
             hots or ["auto"],
             fleet,
         )
-
-
-@dataclass(frozen=True)
-class OutputOptions:
-    """Where the numbers go."""
-
-    as_json: AsJson = False
-    plot: Plot = None
-    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a report, one HTML page.")] = None
 
 
 def _listed(values: Values) -> list[str]:

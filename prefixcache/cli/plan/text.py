@@ -1,4 +1,4 @@
-"""How `prefixcache plan` writes its facts: sentences, tables and notes, for a terminal and for the HTML page.
+"""How `prefixcache plan` writes its facts: sentences, tables and notes.
 
 Nothing is computed here but what text needs.
 """
@@ -30,9 +30,8 @@ Facts = dict[str, Any]
 
 
 class Passage(NamedTuple):
-    """A part of what is told: sentences, tables, and notes on them. The heading is for the page alone."""
+    """A part of what is told: sentences, tables, and notes on them."""
 
-    heading: str
     lines: list[str] = []
     grids: list[Grid] = []
     notes: list[str] = []
@@ -42,17 +41,17 @@ def sections(facts: Facts) -> list[Passage]:
     """Return all but the advice, from top to bottom."""
     parts = []
     if facts["fleet"]:
-        parts.append(Passage("A fleet", grids=_fleet_grids(facts), notes=_fleet_notes(facts)))
+        parts.append(Passage(grids=_fleet_grids(facts), notes=_fleet_notes(facts)))
     if facts["trace"]:
-        parts.append(Passage("Hit rate by size", grids=_hit_grids(facts)))
+        parts.append(Passage(grids=_hit_grids(facts)))
         if chosen(facts):
-            parts.append(Passage("What money buys", grids=[_front_grid(facts)]))
-            parts.append(Passage("Waiting and wear", grids=[_waiting_grid(facts)]))
-            parts.append(Passage("RAM for hot prompts", grids=[_hot_grid(facts)]))
-        parts.append(Passage("What this assumes", notes=_trace_notes(facts)))
+            parts.append(Passage(grids=[_front_grid(facts)]))
+            parts.append(Passage(grids=[_waiting_grid(facts)]))
+            parts.append(Passage(grids=[_hot_grid(facts)]))
+        parts.append(Passage(notes=_trace_notes(facts)))
     lines = [_model_line(facts), *_transform_lines(facts)]
-    parts.append(Passage("What the model's state takes", lines, [_codec_grid(facts)]))
-    parts.append(Passage("What a Mac could keep", grids=[_mac_grid(facts)], notes=_model_notes(facts)))
+    parts.append(Passage(lines, [_codec_grid(facts)]))
+    parts.append(Passage(grids=[_mac_grid(facts)], notes=_model_notes(facts)))
     return parts
 
 
