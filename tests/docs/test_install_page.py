@@ -22,7 +22,7 @@ PAGE = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
 def test_its_extras_are_the_packages() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     named = {extra for group in re.findall(r"(?:prefixcache|\.)\[([a-z,]+)\]", PAGE) for extra in group.split(",")}
-    assert {"cpu", "cuda", "plan"} <= named <= project["optional-dependencies"].keys()
+    assert {"cpu", "cuda", "vlm"} <= named <= project["optional-dependencies"].keys()
     assert f"Python {project['requires-python'].removeprefix('>=')} or newer" in PAGE
 
 
