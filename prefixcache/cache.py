@@ -664,8 +664,8 @@ class PrefixCache:
         is nothing, or more than the setting `lease_share`.
 
         Unlike a pin a lease holds up nothing: where room can be had no other way, leased images are evicted, too. The oldest
-        lease ends where a tenant's take more than `lease_share`, or those of all tenants more than half. Leases outlast a
-        restart if the cache was closed, and has an SSD.
+        lease ends where a tenant's take more than `lease_share`, or those of all tenants more than half. With an SSD leases
+        outlast a restart, and once `flush` has returned a crash.
         """
         self._opened.check_open()
         wanted = seconds(ttl, "lease: ttl")

@@ -171,14 +171,13 @@ class OpenCache:
         )
         try:
             namespaces = list(filter(None, map(self.namespaces.from_row, ssd.namespaces())))  # without the lock
-            storage.open_tier(tier, ssd, namespaces)
+            storage.open_tier(tier, ssd, namespaces, loaded=partial(self.leases.outlast, ssd))
         except BaseException as error:
             ssd.close(0)
             if isinstance(error, (OSError, sqlite3.Error)):
                 raise refusal(directory, error) from error
             raise
         self.ssd = ssd
-        self.leases.restore(ssd.note)
 
     # -- while it is open ---------------------------------------------------------------------------------------------
 
@@ -252,7 +251,6 @@ class OpenCache:
     def _write_out(self, ssd: Ssd, timeout: float) -> None:
         spilling = self.storage.spilling
         spilling.flush_recency()
-        ssd.note = self.leases.note()
         failed = ssd.failed
         if not self.settings.spill_on_close or spilling.drain(timeout) or not (left := spilling.unwritten()):
             return

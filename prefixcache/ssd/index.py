@@ -194,7 +194,7 @@ class Index:
 
     @property
     def note(self) -> str:
-        """Return the text that who closed it last has left; "" for none."""
+        """Return the text that was left last; "" for none."""
         row = self._connection.execute("SELECT CAST(value AS BLOB) FROM meta WHERE name = 'note'").fetchone()
         return bytes(row[0]).decode(errors="replace") if row is not None else ""
 

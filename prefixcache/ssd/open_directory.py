@@ -66,6 +66,7 @@ class OpenDirectory:
             self._is_short = False  # the disk has less room than what was asked for, which was said
             self._note_disk()
             self._open()
+            self.note = self.index.note  # what an index that is lost meanwhile has is left in the next one again
         except (OSError, sqlite3.Error) as error:
             self._lock.release()
             raise refusal(self.directory.root, error) from error
@@ -89,7 +90,6 @@ class OpenDirectory:
                     log.warning("SSD %s: %s", self.directory.root, mended.report.summary())
                 entries = self.index.entries()
             self.index.mark(clean=False)
-            self.note = self.index.note  # left at the last closing; what is here at the next is left again
             for item in self.directory.strays():
                 remove_file(item.path)
             self._lingering: set[str] = set()
@@ -213,6 +213,12 @@ class OpenDirectory:
         self.require_log()
         with self.index.transaction():
             yield
+
+    def leave_note(self) -> None:
+        """Leave `note` in the index, where it has another."""
+        if self.index.note != self.note:
+            with self.transaction():
+                self.index.leave_note(self.note)
 
     def require_log(self) -> None:
         """Raise LogHeld unless the log has room for one more transaction within its allowance: somebody reads it, and it
@@ -340,7 +346,6 @@ class OpenDirectory:
         try:
             if clean and self.stands:  # else what is said here may be in a file that nobody finds
                 self.shrink_index()
-                self.index.leave_note(self.note)
                 self.index.mark(clean=True)
             self.index.checkpoint()
         except sqlite3.Error as error:  # then the next opening reconciles

@@ -1,4 +1,4 @@
-"""The queue of the SSD's writer: writes, deletions, touches. A lock and dictionaries, never the disk.
+"""The queue of the SSD's writer: writes, deletions, touches, a note. A lock and dictionaries, never the disk.
 
 The request path ends here; `writer` takes batches from the other side. Also the back-off after an error and the waiting
 of `flush`, because both are about what the queue may take and when it is empty.
@@ -53,6 +53,7 @@ class QueuedBatch:
     removals: dict[Address, Removal]
     writes: list[Write]
     touches: dict[Address, Touch]
+    note: str | None  # the text that the index is to have from now on
     cancelled: list[Write]
     probe: bool  # the attempt before failed: see first whether the disk works again
     through: int  # all queued up to this sequence number is settled when the batch is
@@ -86,6 +87,7 @@ class Queue:
         self._removals: dict[Address, Removal] = {}
         self._touches: dict[Address, Touch] = {}
         self._touched_at = 0.0
+        self._note: str | None = None
         self._cancelled: list[Write] = []
         self._queued = 0
         self._sequence = self._settled = 0
@@ -171,6 +173,12 @@ class Queue:
             for kind, key, tick, hits in uses:
                 self._touches[kind, key] = Touch(tick, hits, now).joined(self._touches.get((kind, key)))
 
+    def leave_note(self, text: str) -> None:
+        with self._lock:
+            self._sequence += 1
+            self._note = text
+            self._wake.notify()
+
     def _remove(self, address: Address, removal: Removal) -> None:
         older = self._removals.get(address)
         if older:
@@ -245,7 +253,8 @@ class Queue:
     @property
     def drained(self) -> bool:
         with self._lock:
-            return not (self._waiting or self._removals or self._touches or self._working is not None)
+            is_noted = self._note is None
+            return is_noted and not (self._waiting or self._removals or self._touches or self._working is not None)
 
     def counters(self) -> QueueCounters:
         with self._lock:
@@ -298,11 +307,12 @@ class Queue:
                 self._removals,
                 writes,
                 self._touches,
+                self._note,
                 self._cancelled,
                 self._stuck,
                 first.sequence - 1 if first else self._sequence,
             )
-            self._removals, self._touches, self._cancelled = {}, {}, []
+            self._removals, self._touches, self._note, self._cancelled = {}, {}, None, []
             self._nudged = False
             self._working = batch
             self._writing = {write.entry.address for write in writes}
@@ -313,7 +323,9 @@ class Queue:
             return True
         if self._stuck:
             return not self._closing and time.monotonic() >= (self._hurry_at if self._hurry else self._retry_at)
-        if self._waiting or self._removals or (self._settled < self._sequence and self._hurry):
+        if self._waiting or self._removals or self._note is not None:
+            return True
+        if self._settled < self._sequence and self._hurry:
             return True
         late = time.monotonic() >= self._touched_at + TOUCH_DELAY
         return bool(self._touches) and (late or self._closing)

@@ -64,7 +64,7 @@ class SsdStats(NamedTuple):
 class Ssd:
     """Images on a directory, under a limit that holds at every moment, and that leaves `reserve` bytes of the disk free.
 
-    `write`, `delete`, `touch`, `read` and the properties never touch the disk; `flush` and `close` wait for it.
+    `write`, `delete`, `touch`, `leave_note`, `read` and the properties never touch the disk; `flush` and `close` wait for it.
     In a forked child the object is dead: it accepts nothing and touches nothing.
 
     Raises DirectoryHeld, NewerFormat or DirectoryError when the directory can't be had.
@@ -126,12 +126,8 @@ class Ssd:
 
     @property
     def note(self) -> str:
-        """A text that is left in the index at a clean `close`, and is here when the directory is opened again."""
+        """Return the text that `leave_note` was given last, by whoever had the directory open; "" for none."""
         return self._opened.note
-
-    @note.setter
-    def note(self, text: str) -> None:
-        self._opened.note = text
 
     # The request path
 
@@ -196,6 +192,11 @@ class Ssd:
             uses = list(uses)
             self._tick = max(self._tick, max((tick for _, _, tick, _ in uses), default=0))
             self._queue.touch(uses)
+
+    def leave_note(self, text: str) -> None:
+        """Queue a text, of some kB at most, for whoever opens the directory next. It takes the place of the one before."""
+        if self._pid == os.getpid():
+            self._queue.leave_note(text)
 
     def read(self, entry: Entry) -> Future[Image]:
         """Begin to read an image, which is checked in the pool. The future raises Corrupt (quarantined) or Unreadable (left

@@ -166,6 +166,8 @@ class Writer:
     def _attempt(self, batch: QueuedBatch) -> Exception | None:
         """Do the batch; the error that stopped it or the first that one of its writes met."""
         error: Exception | None = None
+        if batch.note is not None:
+            self._opened.note = batch.note
         try:
             if batch.probe or not self._opened.stands or self._opened.index.doubtful:
                 there = self._opened.reopen()
@@ -178,6 +180,7 @@ class Writer:
                 self._probe()
             self._write_images(batch)
             self._touch(batch.touches)
+            self._opened.leave_note()
             self._sync_folders()
             self._opened.maintain(idle=not batch.writes and not self._queue.waiting)
         except Exception as problem:  # whatever it is, the thread lives on, and tells

@@ -16,13 +16,14 @@ from typing import Any, NamedTuple
 from prefixcache.blocks.lookup import required_images
 from prefixcache.blocks.node import Slot, dependencies, rank
 from prefixcache.image_format import KINDS, ROWS
+from prefixcache.ssd import Ssd
 from prefixcache.tiers.prompt import Prompt
 from prefixcache.tiers.storage import Storage, root_of
 
 LONGEST = 86_400.0  # seconds
 ALL_SHARE = 0.5  # of the budget: for the leases of all tenants together
 MOST = 1024  # leases of all tenants together
-NOTED = 16_384  # characters of the note that a closed cache leaves for the next one
+NOTED = 16_384  # characters of the note that a cache leaves for the next one
 
 
 class Leased(NamedTuple):
@@ -47,13 +48,16 @@ class LeaseTotals(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Lease:
-    """`slots`: what a hit of so many `tokens` reads, tail first. `until`: of the clock."""
+    """`slots`: what a hit of so many `tokens` reads, tail first; `ends`: those that no other of them depends on. `until`: of
+    the clock.
+    """
 
     root: bytes
     tokens: int
     until: float
     session: str
     slots: list[Slot]
+    ends: list[Slot]
 
 
 class Leases:
@@ -69,6 +73,7 @@ class Leases:
         self._storage = storage
         self._leases: dict[Lease, None] = {}
         self._nbytes: Counter[bytes] = Counter()  # by root key
+        self._leave_note: Callable[[str], None] = lambda note: None
 
     def add(self, prompt: Prompt, seconds: float) -> int:
         """Lease what any tier has of a prompt, and have it written to the tier below RAM. Return how many tokens that is, 0
@@ -82,12 +87,13 @@ class Leases:
                 return 0
             slots = required_images(deepest.walk, deepest.depth, storage.graph.last)
             root, until = deepest.namespace.row.root, self.clock() + min(seconds, LONGEST)
-            lease = Lease(root, deepest.depth, until, prompt.terms.session, slots)
+            lease = Lease(root, deepest.depth, until, prompt.terms.session, slots, _ends(slots))
             covered = [other for other in self._leases if _covers(lease, other)]
             self._begin(lease)
             self._end(covered)
             self._keep_within_share(lease.root)
             storage.spilling.write_through(reversed(slots))
+            self._leave_note(self.note())
             return lease.tokens if lease in self._leases else 0
 
     def listed(self) -> list[Leased]:
@@ -117,7 +123,9 @@ class Leases:
     def end_session(self, roots: Collection[bytes], session: str) -> None:
         """End the leases that a session of these namespaces asked for."""
         with self._storage.lock:
-            self._end([lease for lease in self._leases if lease.root in roots and lease.session == session])
+            if ended := [lease for lease in self._leases if lease.root in roots and lease.session == session]:
+                self._end(ended)
+                self._leave_note(self.note())
 
     def release(self) -> None:
         """Forget all, with the graph that they are of."""
@@ -164,7 +172,18 @@ class Leases:
         assert +nbytes == self._nbytes, (nbytes, self._nbytes)
         assert len(self._leases) <= MOST
 
-    # -- over a restart -----------------------------------------------------------------------------------------------
+    # -- over a restart and a crash -----------------------------------------------------------------------------------
+
+    def outlast(self, ssd: Ssd) -> None:
+        """Begin the leases that an SSD's note tells of, and from now on leave it a note of each change. Only what time or
+        the last image ends is told of on: `restore` passes over it.
+        """
+        with self._storage.lock:
+            is_new = bool(self._leases)  # given while the disk was awaited
+            self.restore(ssd.note)
+            self._leave_note = ssd.leave_note
+            if is_new:
+                self._leave_note(self.note())
 
     def note(self) -> str:
         """Return the newest leases as a text for `restore`: when they end, and the images that nothing else of them depends
@@ -175,7 +194,7 @@ class Leases:
             ahead, noted, length = time.time() - self.clock(), [], 0
             for lease in reversed(self._leases):
                 told = {"until": lease.until + ahead, "tokens": lease.tokens, "session": lease.session}
-                told["ends"] = [[slot.kind, slot.key.hex()] for slot in _ends(lease.slots)]
+                told["ends"] = [[slot.kind, slot.key.hex()] for slot in lease.ends]
                 length += len(json.dumps(told)) + 2
                 if length > NOTED - 2:
                     break
@@ -193,8 +212,9 @@ class Leases:
                     continue
                 slots = sorted(kept, key=lambda slot: rank(slot)[1:])
                 until = min(told["until"] - ahead, self.clock() + LONGEST)
-                self._begin(Lease(root_of(slots[0]).key, told["tokens"], until, told["session"], slots))
-                self._keep_within_share(root_of(slots[0]).key)
+                lease = Lease(root_of(slots[0]).key, told["tokens"], until, told["session"], slots, _ends(slots))
+                self._begin(lease)
+                self._keep_within_share(lease.root)
             self._end_over()
 
 

@@ -51,9 +51,17 @@ class Storage(StorageState):
         """Return a tier below those that there are. It is one of them once `open_tier` has opened it."""
         return TierInGraph(self, len(self.lower) + 1)
 
-    def open_tier(self, lower: TierInGraph, tier: Tier, namespaces: Iterable[Namespace]) -> None:
+    def open_tier(
+        self,
+        lower: TierInGraph,
+        tier: Tier,
+        namespaces: Iterable[Namespace],
+        *,
+        loaded: Callable[[], None] = lambda: None,
+    ) -> None:
         """Read the tier's index into the graph: as many of the newest entries as the nodes' share of the budget holds. From
         now on images are spilled to the tier. RAM may hold images already, which are newer than all that the tier has.
+        `loaded` is called under the lock, before the first of these images is deleted.
 
         The collector of cycles rests meanwhile: what is made here lives on, and visiting it again and again took half of
         the time at 100k blocks.
@@ -62,12 +70,12 @@ class Storage(StorageState):
             lower.tier = tier
             self.lower.append(lower)
             try:
-                self._load(lower, namespaces)
+                self._load(lower, namespaces, loaded)
             except BaseException:
                 self.lower.remove(lower)  # another attempt takes its place
                 raise
 
-    def _load(self, lower: TierInGraph, namespaces: Iterable[Namespace]) -> None:
+    def _load(self, lower: TierInGraph, namespaces: Iterable[Namespace], loaded: Callable[[], None]) -> None:
         believed = set()
         for namespace in namespaces:
             known = self.namespaces.setdefault(namespace.row.root, namespace)
@@ -79,6 +87,7 @@ class Storage(StorageState):
         assert reservation is not None
         with reservation:
             lower.load(entries, reservation)
+            loaded()
             for slot in [slot for slot in self.graph.slots.values() if may_be_superseded(slot.node)]:
                 self.drop_superseded(slot)  # what a crash left beside its successor
         self.budget.peak = self.budget.held().total

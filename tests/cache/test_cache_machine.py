@@ -3,6 +3,7 @@
 import errno
 import os
 import shutil
+import subprocess
 import tempfile
 import threading
 import time
@@ -456,6 +457,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule()
     def restart(self):
+        leased = self.leased_now()
         self._close()
         if "ssd_dir" not in self.options:
             self.stored.clear()
@@ -463,6 +465,28 @@ class CacheMachine(RuleBasedStateMachine):
             self.sure.clear()
         self.pinned.clear()
         self._open()
+        if "ssd_dir" in self.options and self.roomy:
+            assert self.leased_now() == leased
+
+    @precondition(lambda self: self.roomy and "ssd_dir" in self.options)
+    @rule(tokens=prompts)
+    def killed_after_a_flush(self, tokens):
+        """Another process finds what was promised, leases too."""
+        self.store(tokens)
+        self.lease(tokens, 40, "a")
+        self.flush()
+        leased = self.leased_now()
+        with inside(self.cache).ssd._queue._lock:  # its writer rests
+            subprocess.run(["cp", "-a", self.dir / "ssd", self.dir / "killed"], check=True)
+        self._close()
+        shutil.rmtree(self.dir / "ssd")
+        (self.dir / "killed").rename(self.dir / "ssd")
+        self.pinned.clear()
+        self._open()
+        assert self.leased_now() == leased
+
+    def leased_now(self):
+        return [(leased.namespace, leased.tokens, leased.nbytes, leased.session) for leased in self.cache.leased()]
 
     @invariant()
     def sound(self):

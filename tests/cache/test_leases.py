@@ -194,6 +194,43 @@ def test_a_lease_outlasts_a_restart(opened, make):
 
 
 @pytest.mark.parametrize("tiers", ["both"], indirect=True)
+def test_a_lease_of_what_was_superseded_since_outlasts_a_restart(opened):
+    cache = opened()
+    for tokens, ttl in ((KEPT, HALF_HOUR), (states.prompt(1, 900), 60)):
+        put(cache, tokens)
+        cache.lease(tokens, model="m", ttl=ttl)
+    cache.close()
+    assert [leased.tokens for leased in opened().leased()] == [600, 900]
+
+
+@pytest.mark.parametrize("tiers", ["both"], indirect=True)
+def test_a_restart_with_a_smaller_ssd_leaves_what_is_leased(opened):
+    cache = opened()
+    put(cache, KEPT)
+    cache.lease(KEPT, model="m", ttl=HALF_HOUR)
+    for seed in range(100, 120):
+        put(cache, states.prompt(seed, 700))
+    cache.close()
+    cache = opened(ssd="1MB")
+    assert cache.match(KEPT, model="m").ssd == 600
+
+
+@pytest.mark.parametrize("tiers", ["both"], indirect=True)
+def test_an_index_that_is_lost_takes_no_lease(opened, tmp_path):
+    """What it had noted is noted in the next one."""
+    cache = opened()
+    put(cache, KEPT)
+    cache.lease(KEPT, model="m", ttl=HALF_HOUR)
+    assert cache.flush()
+    for file in (tmp_path / "ssd").glob("index.db*"):
+        file.unlink()
+    put(cache, states.prompt(2, 300))
+    assert cache.flush()
+    cache.close()
+    assert [leased.tokens for leased in opened().leased()] == [600]
+
+
+@pytest.mark.parametrize("tiers", ["both"], indirect=True)
 def test_a_lease_that_ended_meanwhile_is_over(opened, monkeypatch):
     cache = opened()
     put(cache, KEPT)

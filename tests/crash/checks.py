@@ -36,9 +36,10 @@ WAIT = 30.0
 
 
 def promised(words: Iterable[list[Any]]) -> dict[str, Any]:
-    """What the last words before a crash bind to: checksums by address, depths by prompt."""
+    """What the last words before a crash bind to: checksums by address, depths by prompt, and of those that are leased."""
     images: dict[str, str] = {}
     prompts: dict[str, tuple[int, set[str]]] = {}
+    leases: dict[str, int] = {}
     replaced: set[str] = set()  # prompts that are served by successors, whose names were not said yet
     for word, what in words:
         if word == "have":
@@ -49,6 +50,9 @@ def promised(words: Iterable[list[Any]]) -> dict[str, Any]:
             }
             prompts |= fresh
             replaced -= fresh.keys()
+            leases = what.get("leases", {})
+        elif word == "unindexed":
+            leases = {}
         elif word in ("leaving", "outgrown"):
             gone = {f"{kind} {key}" for kind, key in what}
             images = {address: checksum for address, checksum in images.items() if address not in gone}
@@ -61,7 +65,11 @@ def promised(words: Iterable[list[Any]]) -> dict[str, Any]:
                 for name in replaced:
                     prompts.pop(name, None)
                 replaced.clear()
-    return {"images": images, "prompts": {name: depth for name, (depth, _) in prompts.items()}}
+    return {
+        "images": images,
+        "prompts": {name: depth for name, (depth, _) in prompts.items()},
+        "leases": {name: tokens for name, tokens in leases.items() if name in prompts},
+    }
 
 
 def check(root: str, promises: dict[str, Any], say: Callable[[str], None], *, strict: bool = True) -> dict[str, Any]:
@@ -75,6 +83,7 @@ def check(root: str, promises: dict[str, Any], say: Callable[[str], None], *, st
         for codec in (LEVELLED, RAW):
             with opened(root, codec) as cache:
                 settled(cache, root)
+                leased(cache, promises["leases"])
                 nbytes += held_to(cache, root, missing, outgrown)
                 fetched += fetched_from(cache, codec, prompts)
                 if codec == RAW:
@@ -111,6 +120,14 @@ def settled(cache: PrefixCache, root: str) -> None:
         raise Debris(f"{stats} says {stats.disk} bytes, du {du(root)}")
     if left := os.listdir(os.path.join(root, "tmp")):
         raise Debris(f"in tmp/: {left}")
+
+
+def leased(cache: PrefixCache, leases: dict[str, int]) -> None:
+    """What was leased is, as deep as it was."""
+    here = {leased.session: leased.tokens for leased in cache.leased()}
+    for name, tokens in leases.items():
+        if here.get(name) != tokens:
+            raise Lost(f"{name} was leased to {tokens} tokens, and is to {here.get(name)}")
 
 
 def held_to(cache: PrefixCache, root: str, missing: dict[str, str], outgrown: set[str]) -> int:

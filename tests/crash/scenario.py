@@ -55,6 +55,7 @@ class Scenario:
     def run(self) -> None:
         self.open(RAW)
         self.store("short", "window", "state")
+        self.lease("short")
         self.flush()
         self.store("grown", "early", "later")  # a tail grows, a window gets rows, a second boundary
         self.flush()
@@ -74,10 +75,12 @@ class Scenario:
         self.close()
 
         self.reconcile()
+        self.say("unindexed")
         os.unlink(os.path.join(self.root, "index.db"))
         self.reconcile()  # all of it comes back from the files
 
         self.open(RAW)
+        self.lease("window")
         for n in range(3):  # more than the SSD holds: the coldest leave
             self.store(f"filler{n}")
             self.flush()
@@ -121,6 +124,10 @@ class Scenario:
             self.known.add(name)
             self.fetch(name)
 
+    def lease(self, name: str) -> None:
+        kind, tokens = PROMPTS[name]
+        self.cache.lease(self.cache.prompt(tokens, model=kind.model).in_session(name), ttl=3600)
+
     def fetch(self, name: str) -> None:
         """What RAM has of it is exact."""
         kind, tokens = PROMPTS[name]
@@ -156,7 +163,7 @@ class Scenario:
             time.sleep(0.02)
 
     def have(self) -> None:
-        """Say which images `flush` has made durable, and how deep each prompt can be had from them."""
+        """Say which images `flush` has made durable, how deep each prompt can be had from them, and which are leased."""
         tiers = inside(self.cache).storage
         self.cache.check_integrity()
         with tiers.lock:
@@ -176,7 +183,8 @@ class Scenario:
                     serving = required_images(walk, depth, last) if depth else []
                     if serving and all(slot.disk for slot in serving):
                         depths[name] = [depth, [_address(slot) for slot in serving]]
-        self.say("have", {"images": images, "prompts": depths})
+        leases = {leased.session: leased.tokens for leased in self.cache.leased()}
+        self.say("have", {"images": images, "prompts": depths, "leases": leases})
         if (size := du(self.root)) > SSD_BYTES:
             raise Violation(f"the directory takes {size} bytes, its limit is {SSD_BYTES}")
 
