@@ -43,10 +43,10 @@ $(STAMP): pyproject.toml setup.py $(wildcard prefixcache/kernels/*.[ch])
 demo: $(STAMP)
 	$(BIN)/prefixcache demo
 
-test: $(STAMP)
-	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
-
 FAST := tests/blocks tests/tiers tests/ssd tests/test_keys.py tests/test_settings.py
+
+test: test-fast
+	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder $(FAST:%=--ignore=%)
 
 test-fast: $(STAMP)
 	$(BIN)/python -m pytest -p tests.without_mlx -n auto --dist worksteal $(FAST)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from prefixcache import PrefixCache
-from prefixcache.open_cache import OpenCache
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # `make test-fast` has no MLX
+    from prefixcache import PrefixCache
+    from prefixcache.open_cache import OpenCache
 
 
 def inside(cache: PrefixCache) -> OpenCache:

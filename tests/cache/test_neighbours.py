@@ -39,11 +39,20 @@ def differing(layers: list[Any], others: list[Any], last: int) -> list[list[int]
     return found
 
 
-@pytest.mark.parametrize("here", [True, False])
-@pytest.mark.parametrize("write_back", [True, False])
+# Of three lengths, two ways to store and two to encode, each pair.
+@pytest.mark.parametrize(
+    ("shared", "write_back", "here"),
+    [
+        (20, True, True),
+        (20, False, False),
+        (234, True, False),
+        (234, False, True),
+        (500, True, True),
+        (500, False, False),
+    ],
+)
 @pytest.mark.parametrize("layers", sorted(states.LAYERS))
 @pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("shared", [20, 234, 500])
 def test_a_neighbour_that_begins_alike_changes_no_bit(shared, codec, layers, write_back, here, monkeypatch):
     monkeypatch.setattr("prefixcache.layers.encode.on_cpu", lambda: here)
     tokens, found = branch(FIRST, shared, 700, 9), []

@@ -52,11 +52,14 @@ def sliceable(tokens: Sequence[int], layers: int = 2) -> list[Any]:
 
 
 def windowed(tokens: Sequence[int], size: int = 300, keep: int = 0, chunk: int = 100) -> list[Any]:
-    """One full layer and one window, filled in prefill steps of `chunk`."""
+    """One full layer and one window, filled in prefill steps of `chunk`; what it has forgotten since came in one step."""
     made = sliceable(tokens, 1)
     ring = RotatingKVCache(size, keep)
     keys, values = rows(tokens, 5)
-    for at in range(0, len(tokens), chunk):
+    first = max(len(tokens) // size - 2, 0) * size // chunk * chunk  # the ring turns as far as with all of them
+    if first:
+        ring.update_and_fetch(keys[:, :, :first], values[:, :, :first])
+    for at in range(first, len(tokens), chunk):
         ring.update_and_fetch(keys[:, :, at : at + chunk], values[:, :, at : at + chunk])
     return [*made, ring]
 
