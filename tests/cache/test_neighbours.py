@@ -84,7 +84,7 @@ def test_a_stored_tail_that_the_live_cache_has_forgotten_changes_no_bit(tail, la
             for prompt in others:
                 cache.store(prompt, states.fed_uneven(states.LAYERS[layers](), prompt, 0), model="m")
             live = states.fed_uneven(states.LAYERS[layers](), FIRST[: tail + 20], 0)
-            states.fed_singly(live, FIRST[:600], tail + 20)
+            states.fed_uneven(live, FIRST[:600], tail + 20, step=1)
             cache.store(FIRST[:600], live, model="m")
             found.append(cache.fetch(FIRST[:600], model="m", leave=0)[0])
     if tail < 512:  # else a whole block is the other's
@@ -102,7 +102,8 @@ def test_a_block_that_the_live_cache_has_half_forgotten_is_kept_beside_one_that_
     for others in ([], [FIRST[:256]], [FIRST[:256], FIRST]):
         with opened(codec, layers) as cache:
             for prompt in (*others, tokens):
-                live = states.fed_singly(states.fed_uneven(states.LAYERS[layers](), prompt[:256], 0), prompt, 256)
+                live = states.fed_uneven(states.LAYERS[layers](), prompt[:256], 0)
+                states.fed_uneven(live, prompt, 256, step=1)
                 assert cache.store(prompt, live, model="m").tokens == len(prompt)
             cache.check_integrity()
             found.append(cache.fetch(tokens, model="m", leave=0)[0])

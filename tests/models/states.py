@@ -150,35 +150,22 @@ def held(layers: list[Any]) -> list[dict[str, dict[int, bytes]]]:
     return found
 
 
-def fed_uneven(layers: list[Any], tokens: Sequence[int], first: int) -> list[Any]:
-    """Append the rows of the tokens from `first` on, in one chunk, to layers of any class."""
-    for number, layer in enumerate(layers):
-        if isinstance(layer, ChunkedKVCache):
-            layer.maybe_trim_front()
-        parts = (uneven_rows(tokens, number)[:, :, first:], uneven_rows(tokens, number + 7)[:, :, first:])
-        layer.update_and_fetch(*map(mx.array, parts))
-    mx.eval([layer.keys for layer in layers])
+def fed_uneven(layers: list[Any], tokens: Sequence[int], first: int, step: int | None = None) -> list[Any]:
+    """Append the rows of the tokens from `first` on, in chunks of `step` tokens or in one, to layers of any class."""
+    rows = [[mx.array(uneven_rows(tokens, number + part)) for part in (0, 7)] for number in range(len(layers))]
+    for at in range(first, len(tokens), step or len(tokens)):
+        chunk = slice(at, at + step if step else None)
+        for layer, parts in zip(layers, rows, strict=True):
+            if isinstance(layer, ChunkedKVCache):
+                layer.maybe_trim_front()
+            layer.update_and_fetch(*(part[:, :, chunk] for part in parts))
+        mx.eval([layer.keys for layer in layers])
     return layers
 
 
 def uneven_windows(tokens: Sequence[int]) -> list[Any]:
     """A layer of every token between two of a window, filled in steps of 100: what lies before is forgotten."""
-    layers = [RotatingKVCache(200), KVCache(), RotatingKVCache(200)]
-    for at in range(0, len(tokens), 100):
-        fed_uneven(layers, tokens[: at + 100], at)
-    return layers
-
-
-def fed_singly(layers: list[Any], tokens: Sequence[int], first: int) -> list[Any]:
-    """As `fed_uneven`, token by token, as a model generates them."""
-    rows = [[mx.array(uneven_rows(tokens, number + part)) for part in (0, 7)] for number in range(len(layers))]
-    for at in range(first, len(tokens)):
-        for layer, parts in zip(layers, rows, strict=True):
-            if isinstance(layer, ChunkedKVCache):
-                layer.maybe_trim_front()
-            layer.update_and_fetch(*(part[:, :, at : at + 1] for part in parts))
-        mx.eval([layer.keys for layer in layers])
-    return layers
+    return fed_uneven([RotatingKVCache(200), KVCache(), RotatingKVCache(200)], tokens, 0, step=100)
 
 
 def check_held(layers: list[Any], tokens: Sequence[int]) -> None:
