@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import initialize, multiple, rule, run_state_machine_as_test
+from hypothesis.stateful import rule, run_state_machine_as_test
 from mlx_lm.models import cache as mlx_caches
 
 from prefixcache import PrefixCache, TurboQuant, make_prompt_cache
 from prefixcache.live.turboquant import TurboQuantKVCache
 from prefixcache.tiers import ram
 from tests.cache.pictured import picture_end
-from tests.cache.test_cache_machine import RUNS, CacheMachine, LevelledMachine, spell
+from tests.cache.test_cache_machine import CacheMachine, LevelledMachine
 from tests.models import states
 from tests.models.families import FAMILIES
 
@@ -207,10 +207,6 @@ class LiveMachine(LevelledMachine):
     @staticmethod
     def plain(made: list[Any]) -> list[Any]:
         return [own.dequantize() if isinstance(own, TurboQuantKVCache) else own for own in made]
-
-    @initialize(target=CacheMachine.prompts, several=st.lists(RUNS, min_size=3, max_size=3))
-    def first_prompts(self, several: list[Any]) -> Any:
-        return multiple(*map(spell, several))
 
     def _keep(self, tokens: list[int], caches: list[Any]) -> None:
         stored = self.cache.store(tokens, caches, model="m")

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, precondition, rule
 
 from prefixcache import chunks
 from prefixcache.blocks.budget import Budget
@@ -105,6 +105,10 @@ class CacheMachine(RuleBasedStateMachine):
         self.now = 0.0
         self.leased: list[tuple[list[int], int, float]] = []  # tokens, how deep, until when; the oldest first
         self._open()
+
+    @initialize(target=prompts, several=st.lists(RUNS, min_size=3, max_size=3))
+    def first_prompts(self, several):
+        return multiple(*map(spell, several))
 
     def _open(self):
         Leases.clock = staticmethod(lambda: self.now)
