@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import logging
-import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -27,11 +26,9 @@ from prefixcache.blocks.node import RAM
 from prefixcache.byte_sizes import parse_size
 from prefixcache.codecs import Codec, TurboQuant
 from prefixcache.keys import Tokens, as_model, as_salt, as_session, as_tokens
-from prefixcache.layers.adapters import arrays_in
 from prefixcache.layers.classes import allow
 from prefixcache.layers.form import CacheForm
-from prefixcache.layers.image_layout import live_arrays, read
-from prefixcache.layers.joined import DamagedBlock
+from prefixcache.layers.image_layout import live_arrays
 from prefixcache.layers.read_ahead import ReadAhead
 from prefixcache.layers.stored import StoredPrompt
 from prefixcache.media import Media, as_media, check_placeholders, with_pseudo_ids
@@ -42,17 +39,10 @@ from prefixcache.open_cache import open_cache
 from prefixcache.ranks.agreement import Ranks
 from prefixcache.settings import Settings
 from prefixcache.store_fetch_remove.agreed import depths_of_all, taken_by_all
-from prefixcache.store_fetch_remove.fetch import (
-    FetchedPrompt,
-    PinnedPrompt,
-    discard_damaged,
-    discard_hit,
-    fill_read_ahead,
-    find,
-)
-from prefixcache.store_fetch_remove.hot import forget_deleted, hot_beginning, hot_hit, keep_hot
-from prefixcache.store_fetch_remove.image_maker import LiveMaker
+from prefixcache.store_fetch_remove.fetch import FetchedPrompt, Fetches, discard_hit, fill_read_ahead
+from prefixcache.store_fetch_remove.hot import forget_deleted, keep_hot
 from prefixcache.store_fetch_remove.leases import Leased
+from prefixcache.store_fetch_remove.live_stores import LiveStores
 from prefixcache.store_fetch_remove.numbers import check_leave, number, seconds
 from prefixcache.store_fetch_remove.pins import Pinned
 from prefixcache.store_fetch_remove.pruning import Deleted, clear_namespaces, prune_namespaces, prune_tier, roots_meant
@@ -63,12 +53,10 @@ from prefixcache.store_fetch_remove.slow_hits import decline_slow
 from prefixcache.store_fetch_remove.store import StoreCall, Stored
 from prefixcache.tiers.parting import Parting, branch_point_of, parting_of
 from prefixcache.tiers.promotion import last_of
-from prefixcache.tiers.prompt import Prompt, PromptTerms, count_hit
+from prefixcache.tiers.prompt import Prompt, PromptTerms
 
 log = logging.getLogger("prefixcache")
 
-RECENCY_FLUSH_INTERVAL = 60.0  # seconds after which a hit tells the index what was used
-RECENCY_FLUSH_SLOTS = 8192  # or so many that it has not heard of
 LONGEST = 1 << 24  # tokens that a fetch leaves room for
 
 NOTHING_STORED = Stored(0, 0, 0, False, ())
@@ -114,10 +102,9 @@ class PrefixCache:
         self._opened = open_cache(self.settings, self.codec, self.ranks)
         self.settings = self._opened.settings  # of ranks each has a directory of its own
         self._storage = self._opened.storage
-        self._said_not_finite = False
         self._placeholders: dict[str, np.ndarray] = {}  # by model
-        self._last_flush = time.monotonic()  # of what was used, to the index
-        self._said: set[tuple[str, str]] = set()  # models and layouts of another form that a fetch has left alone
+        self._stores = LiveStores(self._storage, self._opened.namespaces, self._opened.recorder)
+        self._fetches = Fetches(self._storage, self._opened.namespaces, self.rates, self._opened.recorder)
 
     @property
     def sharing(self) -> int:
@@ -225,7 +212,7 @@ class PrefixCache:
         if call is None:
             return NOTHING_STORED
         stored = call.run()
-        self._warn_of(call)
+        self._stores.warn_of(call)
         self._storage.counters.durations.store.observe(time.monotonic() - began)
         return stored
 
@@ -247,7 +234,7 @@ class PrefixCache:
 
         def end_and_warn() -> Stored:
             stored = end()
-            self._warn_of(call)
+            self._stores.warn_of(call)
             return stored
 
         return self._opened.behind.submit(end_and_warn)
@@ -263,48 +250,7 @@ class PrefixCache:
             raise ValueError("tokens are empty: there is nothing to store")
         if self.ranks is not None:  # what the ranks compute together must not wait for one that fails to store it
             mx.eval(live_arrays(prompt_cache))
-        reading = read(prompt_cache)
-        seen = min(len(prompt), reading.positions) if reading.positions is not None else len(prompt)
-        limit = prompt.outside_media(seen)
-        counted = any(leaf.positions for leaf in reading.leaves)
-        if (seen and not limit) or (not counted and not any(arrays_in(leaf.state) for leaf in reading.leaves)):
-            return None
-        if prompt.form is not None:
-            prompt.form.learn(reading.layout)
-        namespace = self._opened.namespaces.of_layout(prompt.model, reading.layout, prompt.salt)
-        plan = namespace.plan
-        agreed = reading.agreed and limit == seen and reading.positions in (None, seen)
-        if self._opened.recorder is not None and (snapshot or write_back_from is None):
-            self._opened.recorder.store(
-                self._opened.namespaces.recorded_root(prompt.model, prompt.salt), prompt.token_bytes[: limit * 8]
-            )
-        maker = LiveMaker(
-            namespace,
-            reading.leaves,
-            limit,
-            with_snapshot=bool(plan.snapshots) and agreed and snapshot,
-            since=None if plan.lossless else write_back_from,
-        )
-        return StoreCall(self._storage, namespace, prompt, limit, maker, sys.intern(prompt.terms.label))
-
-    def _warn_of(self, call: StoreCall) -> None:
-        """Say once in the life of this cache that a state wasn't finite; the counter says how often it was so."""
-        if (wrong := call.not_finite) is None:
-            return
-        with self._storage.lock:
-            said, self._said_not_finite = self._said_not_finite, True
-        if not said:
-            plan, model = call.plan, call.prompt.model
-            layer, kind = plan.layer_of[wrong.leaf], plan.leaves[wrong.leaf]["class"].rpartition(".")[2]
-            where = "the recurrent state" if wrong.token is None else f"the row of token {wrong.token}"
-            log.warning(
-                "model %r, layer %d (%s): %s holds NaN or infinity, so nothing from there on is kept. The model overflowed: "
-                "load it in bfloat16 or float32. Said once; prefixcache_not_finite_stores_total counts",
-                model,
-                layer,
-                kind,
-                where,
-            )
+        return self._stores.call(prompt, prompt_cache, write_back_from, snapshot=snapshot)
 
     def keep_hot(
         self, tokens: Tokens | Prompt, prompt_cache: list[Any], *, model: str | None = None, salt: bytes = b""
@@ -424,7 +370,9 @@ class PrefixCache:
         began = time.monotonic()
 
         def decode(leave: int) -> tuple[FetchedPrompt | None, int]:
-            return self._decode(prompt, leave, room, read_ahead)
+            self._opened.check_open()
+            fetched = self._fetches.decode(prompt, leave, room, read_ahead)
+            return fetched, 0 if fetched is None else fetched.tokens
 
         if self.ranks is not None:
             fetched, depth = taken_by_all(self.ranks, prompt, leave, decode)
@@ -465,37 +413,6 @@ class PrefixCache:
             raise RuntimeError("the promotion was cancelled") from error
         return read_ahead
 
-    def _decode(
-        self, prompt: Prompt, leave: int, room: int | None, read_ahead: ReadAhead | None
-    ) -> tuple[FetchedPrompt | None, int]:
-        """Return the deepest prompt cache that hot prompts and RAM have, and its tokens; (None, 0) on a miss."""
-        self._opened.check_open()
-        if (hot := hot_hit(self._storage, prompt, leave)) is not None:
-            return FetchedPrompt(hot.state.layers(hot.depth), hot.depth), hot.depth
-        hit = self._find(prompt, leave)
-        while hit is not None:
-            stored, namespace, pinned = hit
-            try:
-                if read_ahead is not None and read_ahead.is_of(stored.plan, stored.tokens):
-                    beginning = read_ahead.beginning
-                else:
-                    read_ahead, beginning = None, hot_beginning(self._storage, prompt, namespace, stored.tokens)
-                spare = len(prompt) - stored.tokens if room is None else room
-                began = time.monotonic()
-                made = stored.dequantize(spare, read_ahead, beginning)
-                copied = beginning.tokens if beginning is not None else 0
-                if read_ahead is None and not copied:  # a copy's time is not the decoding's
-                    self.rates.learn_fetch(prompt.model, stored.tokens, time.monotonic() - began)
-            except DamagedBlock as damage:
-                discard_damaged(self._storage, prompt, stored, damage)
-                read_ahead = None
-            else:
-                return FetchedPrompt(made, copied), stored.tokens
-            finally:
-                self._storage.unpin(pinned)
-            hit = find(self._storage, prompt, leave)
-        return None, 0
-
     def lookup(
         self, tokens: Tokens | Prompt, *, model: str | None = None, salt: bytes = b"", leave: int = 0
     ) -> StoredPrompt | None:
@@ -508,7 +425,8 @@ class PrefixCache:
         prompt = self._prompt(tokens, model, salt)
 
         def look_up(leave: int) -> tuple[StoredPrompt | None, int]:
-            hit = self._find(prompt, leave)
+            self._opened.check_open()
+            hit = self._fetches.find(prompt, leave)
             if hit is None:
                 return None, 0
             self._storage.unpin(hit.slots)
@@ -521,35 +439,9 @@ class PrefixCache:
         self._count(prompt, depth)
         return stored
 
-    def _find(self, prompt: Prompt, leave: int) -> PinnedPrompt | None:
-        self._opened.check_open()
-        with self._storage.lock:
-            unflushed = len(self._storage.graph.recency.unflushed)
-            if unflushed > RECENCY_FLUSH_SLOTS or time.monotonic() > self._last_flush + RECENCY_FLUSH_INTERVAL:
-                self._last_flush = time.monotonic()
-                self._storage.spilling.flush_recency()
-        return find(self._storage, prompt, leave)
-
     def _count(self, prompt: Prompt, depth: int, hot: int = 0) -> None:
-        """A request was given so many tokens, of which so many were hot: once, however often RAM was asked for them."""
-        if self._opened.closed:
-            return
-        if self._opened.recorder is not None:
-            self._opened.recorder.fetch(
-                self._opened.namespaces.recorded_root(prompt.model, prompt.salt), prompt.token_bytes
-            )
-        with self._storage.lock:
-            count_hit(self._storage, prompt, depth, hot)
-            other = prompt.left_alone(depth)
-            self._storage.counters.of_other_form += bool(other)
-            said = (prompt.model, other) in self._said
-            self._said.add((prompt.model, other))
-        if other and not said:
-            log.warning(
-                "model %r: prompts that were stored in another form are misses: %s",
-                prompt.model,
-                prompt.form.difference(other),
-            )
+        if not self._opened.closed:
+            self._fetches.count(prompt, depth, hot)
 
     # -- SSD to RAM ---------------------------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable
 from concurrent.futures import Future
 from typing import Any, NamedTuple
@@ -16,12 +17,18 @@ from prefixcache.layers.joined import DamagedBlock
 from prefixcache.layers.read_ahead import ReadAhead
 from prefixcache.layers.stored import StoredPrompt
 from prefixcache.layers.stored_rows import Block, WindowImage
+from prefixcache.metrics.rates import MeasuredRates
 from prefixcache.store_fetch_remove.hot import hot_beginning, hot_hit
-from prefixcache.tiers.prompt import Prompt, take_hit
+from prefixcache.store_fetch_remove.namespaces import Namespaces
+from prefixcache.tiers.prompt import Prompt, count_hit, take_hit
 from prefixcache.tiers.state import Namespace
 from prefixcache.tiers.storage import Storage
+from prefixcache.trace.recording import Recorder
 
 log = logging.getLogger("prefixcache")
+
+RECENCY_FLUSH_INTERVAL = 60.0  # seconds after which a hit tells the index what was used
+RECENCY_FLUSH_SLOTS = 8192  # or so many that it has not heard of
 
 
 class PinnedPrompt(NamedTuple):
@@ -33,9 +40,10 @@ class PinnedPrompt(NamedTuple):
 
 
 class FetchedPrompt(NamedTuple):
-    """A live prompt cache that a fetch gives. The state of its first `hot` tokens was hot."""
+    """A live prompt cache of so many tokens, which a fetch gives. The state of its first `hot` tokens was hot."""
 
     layers: list[Any]
+    tokens: int
     hot: int
 
 
@@ -64,6 +72,78 @@ def find(storage: Storage, prompt: Prompt, leave: int) -> PinnedPrompt | None:
     except BaseException:
         storage.unpin(pinned)
         raise
+
+
+class Fetches:
+    """What the fetches and lookups of a cache share. The storage's lock guards what was said, and when the index was told."""
+
+    def __init__(self, storage: Storage, namespaces: Namespaces, rates: MeasuredRates, recorder: Recorder | None):
+        self._storage, self._namespaces, self._rates, self._recorder = storage, namespaces, rates, recorder
+        self._last_flush = time.monotonic()  # of what was used, to the index
+        self._said: set[tuple[str, str]] = set()  # models and layouts of another form that a fetch has left alone
+
+    def find(self, prompt: Prompt, leave: int) -> PinnedPrompt | None:
+        """Pin what RAM has of a prompt and return it, or None on a miss. The caller unpins the slots."""
+        storage = self._storage
+        with storage.lock:
+            unflushed = len(storage.graph.recency.unflushed)
+            if unflushed > RECENCY_FLUSH_SLOTS or time.monotonic() > self._last_flush + RECENCY_FLUSH_INTERVAL:
+                self._last_flush = time.monotonic()
+                storage.spilling.flush_recency()
+        return find(storage, prompt, leave)
+
+    def decode(
+        self, prompt: Prompt, leave: int, room: int | None, read_ahead: ReadAhead | None
+    ) -> FetchedPrompt | None:
+        """Return the deepest prompt cache that hot prompts and RAM have, or None on a miss. A block that can't be decoded is
+        deleted, and the hit ends before it.
+        """
+        if (hot := hot_hit(self._storage, prompt, leave)) is not None:
+            return FetchedPrompt(hot.state.layers(hot.depth), hot.depth, hot.depth)
+        hit = self.find(prompt, leave)
+        while hit is not None:
+            try:
+                return self._decoded(prompt, hit, room, read_ahead)
+            except DamagedBlock as damage:
+                discard_damaged(self._storage, prompt, hit.stored, damage)
+                read_ahead = None
+            finally:
+                self._storage.unpin(hit.slots)
+            hit = find(self._storage, prompt, leave)
+        return None
+
+    def _decoded(
+        self, prompt: Prompt, hit: PinnedPrompt, room: int | None, read_ahead: ReadAhead | None
+    ) -> FetchedPrompt:
+        stored, spare = hit.stored, len(prompt) - hit.stored.tokens if room is None else room
+        if read_ahead is not None and read_ahead.is_of(stored.plan, stored.tokens):
+            beginning = read_ahead.beginning
+        else:
+            read_ahead, beginning = None, hot_beginning(self._storage, prompt, hit.namespace, stored.tokens)
+        began = time.monotonic()
+        layers = stored.dequantize(spare, read_ahead, beginning)
+        copied = beginning.tokens if beginning is not None else 0
+        if read_ahead is None and not copied:  # a copy's time is not the decoding's
+            self._rates.learn_fetch(prompt.model, stored.tokens, time.monotonic() - began)
+        return FetchedPrompt(layers, stored.tokens, copied)
+
+    def count(self, prompt: Prompt, depth: int, hot: int) -> None:
+        """A request was given so many tokens, of which so many were hot: once, however often RAM was asked for them."""
+        storage = self._storage
+        if self._recorder is not None:
+            self._recorder.fetch(self._namespaces.recorded_root(prompt.model, prompt.salt), prompt.token_bytes)
+        with storage.lock:
+            count_hit(storage, prompt, depth, hot)
+            other = prompt.left_alone(depth)
+            storage.counters.of_other_form += bool(other)
+            said = (prompt.model, other) in self._said
+            self._said.add((prompt.model, other))
+        if other and not said:
+            log.warning(
+                "model %r: prompts that were stored in another form are misses: %s",
+                prompt.model,
+                prompt.form.difference(other),
+            )
 
 
 def fill_read_ahead(

@@ -1,0 +1,73 @@
+"""Stores of live prompt caches: what is read of them, and what is said of a state that is not finite."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any
+
+from prefixcache.keys import TOKEN_BYTES
+from prefixcache.layers.adapters import arrays_in
+from prefixcache.layers.image_layout import read
+from prefixcache.store_fetch_remove.image_maker import LiveMaker
+from prefixcache.store_fetch_remove.namespaces import Namespaces
+from prefixcache.store_fetch_remove.store import StoreCall
+from prefixcache.tiers.prompt import Prompt
+from prefixcache.tiers.storage import Storage
+from prefixcache.trace.recording import Recorder
+
+log = logging.getLogger("prefixcache")
+
+
+class LiveStores:
+    """Makes the calls that store live prompt caches, and records them. The storage's lock guards what was said."""
+
+    def __init__(self, storage: Storage, namespaces: Namespaces, recorder: Recorder | None):
+        self._storage, self._namespaces, self._recorder = storage, namespaces, recorder
+        self._said_not_finite = False
+
+    def call(
+        self, prompt: Prompt, prompt_cache: list[Any], write_back_from: int | None, *, snapshot: bool
+    ) -> StoreCall | None:
+        """Read a prompt cache, and return the call that stores it. None where nothing has gone through it yet."""
+        reading = read(prompt_cache)
+        seen = min(len(prompt), reading.positions) if reading.positions is not None else len(prompt)
+        limit = prompt.outside_media(seen)
+        counted = any(leaf.positions for leaf in reading.leaves)
+        if (seen and not limit) or (not counted and not any(arrays_in(leaf.state) for leaf in reading.leaves)):
+            return None
+        if prompt.form is not None:
+            prompt.form.learn(reading.layout)
+        namespace = self._namespaces.of_layout(prompt.model, reading.layout, prompt.salt)
+        plan = namespace.plan
+        agreed = reading.agreed and limit == seen and reading.positions in (None, seen)
+        if self._recorder is not None and (snapshot or write_back_from is None):
+            root = self._namespaces.recorded_root(prompt.model, prompt.salt)
+            self._recorder.store(root, prompt.token_bytes[: limit * TOKEN_BYTES])
+        maker = LiveMaker(
+            namespace,
+            reading.leaves,
+            limit,
+            with_snapshot=bool(plan.snapshots) and agreed and snapshot,
+            since=None if plan.lossless else write_back_from,
+        )
+        return StoreCall(self._storage, namespace, prompt, limit, maker, sys.intern(prompt.terms.label))
+
+    def warn_of(self, call: StoreCall) -> None:
+        """Say once in the life of a cache that a state wasn't finite; the counter says how often it was so."""
+        if (wrong := call.not_finite) is None:
+            return
+        with self._storage.lock:
+            said, self._said_not_finite = self._said_not_finite, True
+        if not said:
+            plan, model = call.plan, call.prompt.model
+            layer, kind = plan.layer_of[wrong.leaf], plan.leaves[wrong.leaf]["class"].rpartition(".")[2]
+            where = "the recurrent state" if wrong.token is None else f"the row of token {wrong.token}"
+            log.warning(
+                "model %r, layer %d (%s): %s holds NaN or infinity, so nothing from there on is kept. The model overflowed: "
+                "load it in bfloat16 or float32. Said once; prefixcache_not_finite_stores_total counts",
+                model,
+                layer,
+                kind,
+                where,
+            )
