@@ -300,19 +300,20 @@ class PrefixCache:
             return parting_of(self._storage, prompt, hit)
 
     def branch_point(self, tokens: Tokens | Prompt, *, model: str | None = None, salt: bytes = b"") -> int:
-        """Return up to which end of a block a stored prompt is the same as these tokens, for a model with recurrent layers;
-        0 for others, whose hits end anywhere. No I/O, and nothing changes; no MLX, but where ranks agree on it.
+        """Return where these tokens part from a stored prompt: for a model with recurrent layers the end of a block, with
+        `whole_blocks` and a lossy codec a multiple of 32 tokens; 0 for others, whose hits end anywhere. No I/O, and nothing
+        changes; no MLX, but where ranks agree on it.
 
-        Where it is beyond the hit, the prompts part there, and others may begin alike: end a chunk of the prefill there and
-        `store` it, with its state. The last token is left out, as by a fetch.
+        Where it is beyond the hit, others may part there, too: end a chunk of the prefill there and `store` it, with its
+        state. The last token is left out, as by a fetch.
         """
         prompt = self._prompt(tokens, model, salt)
         self._opened.check_open()
         with self._storage.lock:
-            depth, needs_snapshot = branch_point_of(self._storage, prompt)
+            depth, step = branch_point_of(self._storage, prompt)
         if self.ranks is not None:  # the stages of a pipeline have different layers
-            depth, needs_snapshot = self.ranks.least(depth)[0], self.ranks.any(needs_snapshot)
-        return depth if needs_snapshot else 0
+            depth, step = self.ranks.least(depth)[0], self.ranks.most(step)[0]
+        return prompt.last_multiple(step, depth) if step else 0
 
     def known(self, prompt: Prompt) -> int:
         """Count the leading tokens of a prompt that a stored one begins with, in whichever tier; a hit may be less deep. No

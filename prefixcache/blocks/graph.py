@@ -63,12 +63,12 @@ class Graph:
     # -- trees and walks ----------------------------------------------------------------------------------------------
 
     def tree(
-        self, root_key: bytes, windows: tuple[Window, ...] = (), snapshots: bool = False, media_tails: bool = False
+        self, root_key: bytes, windows: tuple[Window, ...] = (), snapshots: bool = False, keeps_tails: bool = False
     ) -> Tree:
         """Return the tree of this root key; make it when it isn't there."""
         if root_key not in self.trees:
             root = Node(None, None, b"", root_key, tiers=len(self.tiers))
-            root.tree = self.trees[root_key] = Tree(root, windows, snapshots, media_tails)
+            root.tree = self.trees[root_key] = Tree(root, windows, snapshots, keeps_tails)
         return self.trees[root_key]
 
     def walk(self, tree: Tree, token_bytes: bytes, known: Sequence[Node] = ()) -> Walk:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from prefixcache.image_format import ROWS, SNAPSHOT, WINDOW, ImageKind
-from prefixcache.keys import BLOCK, PSEUDO_IDS, TOKEN_BYTES
+from prefixcache.keys import BLOCK, TOKEN_BYTES
 
 RAM = 0  # the fastest tier, whose images are at hand; the tiers below it are 1, 2, ... in order of speed
 BLOCK_BYTES = BLOCK * TOKEN_BYTES
@@ -141,7 +141,7 @@ class Node:
         self.tokens = tokens
         self.key = key
         self.label = label  # of the store that brought it; for statistics
-        self.ends = ""  # what ends with it, a tail behind which prompts part: SHARED, a TURN, or nothing
+        self.ends = ""  # what ends with it, a tail that stays beside whole blocks: SHARED, a TURN, or nothing
         self.start: int = parent.end if parent else 0
         self.end: int = self.start + len(tokens) // TOKEN_BYTES
         self.children: list[Node] = _NONE  # sorted by tokens
@@ -161,11 +161,6 @@ class Node:
         return len(self.tokens) == BLOCK_BYTES
 
     @property
-    def stays_beside_whole(self) -> bool:
-        """Tell whether it is a tail that stays when a whole block begins with it: others go on where it ends."""
-        return bool(self.ends) or (self.tree is not None and self.tree.keeps_tail(self.tokens))
-
-    @property
     def slots(self) -> Iterator[Slot]:
         """Yield its window and snapshot images, then its rows."""
         yield from self.windows
@@ -181,20 +176,14 @@ class Node:
 
 
 class Tree(NamedTuple):
-    """A namespace's blocks: their root (whose key is the root key), what a boundary needs beside rows, and whether tails that
-    end with a medium stay beside the whole block, whose rows are coded.
+    """A namespace's blocks: their root (whose key is the root key), what a boundary needs beside rows, and whether tails may
+    stay where prompts part: they have rows as they were computed, whole blocks coded ones, and hits need no snapshot.
     """
 
     root: Node
     windows: tuple[Window, ...]
     snapshots: bool
-    media_tails: bool = False
-
-    def keeps_tail(self, tokens: bytes) -> bool:
-        """Tell whether a block of these tokens is a tail that stays beside a whole one: it ends with a medium."""
-        if not self.media_tails or len(tokens) == BLOCK_BYTES:
-            return False
-        return int.from_bytes(tokens[-TOKEN_BYTES:], "little", signed=True) >= PSEUDO_IDS
+    keeps_tails: bool = False
 
 
 class Walk(NamedTuple):

@@ -23,12 +23,12 @@ def is_superseded(graph: Graph, slot: Slot, successor: Node, tier: int) -> bool:
 
     Only what is in the same tier counts: durable for what is durable. So no boundary that could be hit is lost, whether
     the image that it was hit by was in RAM, below it only, or had rows that the successor's live cache no longer held. Nor is
-    the end of a medium, of a turn or of what prompts share (decision 0050), where others go on: there the tail has the rows
-    as they were computed, and a whole block codes.
+    the end of a turn or of what prompts share (decision 0050), where others go on: there the tail has the rows as they were
+    computed, and a whole block codes.
     """
     if successor.rows is None or not successor.rows.is_in(tier):
         return False
-    if slot.node is not successor and slot.node.stays_beside_whole:
+    if slot.node is not successor and slot.node.ends:
         return False
     if slot.kind == ROWS:
         return successor is not slot.node and not graph.has_dependents(slot, tier)
@@ -82,6 +82,12 @@ def successors(node: Node) -> list[Node]:
         longer.append(parent.children[i])
         i += 1
     return longer
+
+
+def is_beside_whole(tail: Node) -> bool:
+    """Tell whether it is a tail with which a whole block begins, in a tree that keeps such tails for those who part there."""
+    keeps = tail.tree is not None and tail.tree.keeps_tails and not tail.is_whole
+    return keeps and any(node.is_whole and node.rows is not None for node in successors(tail))
 
 
 def _has_all(mask: tuple[int, ...], *others: tuple[int, ...]) -> bool:

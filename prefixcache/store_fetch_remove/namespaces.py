@@ -124,8 +124,8 @@ class Namespaces:
     def _make(self, row: NamespaceRow, plan: Plan) -> Namespace:
         self._layouts.setdefault(row.model, set()).add(row.layout)
         has_snapshots = bool(plan.snapshots)
-        media_tails = not (plan.lossless or has_snapshots)  # then a hit there is the same with a whole block
-        return Namespace(row, plan, self._storage.graph.tree(row.root, plan.windows, has_snapshots, media_tails))
+        keeps_tails = not (plan.lossless or has_snapshots)
+        return Namespace(row, plan, self._storage.graph.tree(row.root, plan.windows, has_snapshots, keeps_tails))
 
     def _planned(self, namespace: Namespace, codec: Codec) -> Namespace:
         """The namespace with the plan that codes its rows."""

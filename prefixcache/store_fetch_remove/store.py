@@ -18,8 +18,8 @@ from typing import NamedTuple
 from prefixcache.blocks.budget import Reservation
 from prefixcache.blocks.lookup import required_images
 from prefixcache.blocks.masks import extra_of, held_mask, mask_of, window_key
-from prefixcache.blocks.node import BLOCK_BYTES, RAM, SHARED, TURN, Node, Slot
-from prefixcache.blocks.superseded import superseded_tails
+from prefixcache.blocks.node import BLOCK_BYTES, RAM, SHARED, TURN, Node, Slot, Walk
+from prefixcache.blocks.superseded import is_beside_whole, superseded_tails
 from prefixcache.image_format import ROWS, SNAPSHOT, WINDOW, Image, Spec
 from prefixcache.keys import BLOCK, TOKEN_BYTES, chain
 from prefixcache.layers.finite import NotFinite
@@ -133,6 +133,7 @@ class StoreCall:
     def _begin_batches(self, publish: Callable[[BegunBatch], bool]) -> None:
         """Begin to make all images, and pass them on, batch by batch, until `publish` says that one isn't kept."""
         with self._storage.lock:
+            self._mark_tails()
             self._skip_known()
         while self._begin_batch(publish) and self._at < self._limit:
             pass
@@ -245,7 +246,7 @@ class StoreCall:
         if nearest is None or nearest.rows is None:
             return KnownBlock()
         if shared * TOKEN_BYTES == len(tokens):
-            return KnownBlock() if self._has_exact_media_tail(tokens) else KnownBlock(nearest)
+            return KnownBlock() if self._parts_within(nearest) else KnownBlock(nearest)
         coded = self._is_coded(tokens)
         if nearest.rows.image is None:
             # A tail on SSD has its rows as they are; the live cache, too.
@@ -262,12 +263,13 @@ class StoreCall:
         images = (rows.image if rows is not None else None, window.image if window is not None else None)
         return KnownBlock(source=CodeSource(shared if rows is not None else 0, *images, mask, shared, whole))
 
-    def _has_exact_media_tail(self, tokens: bytes) -> bool:
-        """Tell whether the block at `self._at` is a tail to be kept beside a whole one, with its rows as they were computed:
-        no fetch gave them.
+    def _parts_within(self, known: Node) -> bool:
+        """Tell whether the block at `self._at`, of which a `known` one has all tokens, is a tail to be kept beside it: this
+        store ends within it, with rows that were computed. A hit that is no deeper has none of a coded block.
         """
-        is_computed = self.prompt.terms.whole_blocks and self.prompt.given_rows.tokens <= self._at
-        return is_computed and self._namespace.tree.keeps_tail(tokens)
+        ends = known.end > self._limit and (known.is_whole or self._limit in self.prompt.kept_ends)
+        is_computed = self.prompt.terms.whole_blocks and self.prompt.given_rows.tokens < self._limit
+        return ends and is_computed and not self._maker.has_codes and self._namespace.tree.keeps_tails
 
     def _is_coded(self, tokens: bytes) -> bool:
         """Whether a block's rows are coded: once it is whole, or where a live cache has coded them."""
@@ -426,8 +428,9 @@ class StoreCall:
             graph, counters = storage.graph, storage.counters
             walk = self.prompt.walk(self._namespace)
             depth = self.prompt.hit_depth(walk, graph.last, self._limit)
-            if depth and depth in self.prompt.terms.ends and not (self.plan.lossless or self.plan.snapshots):
-                self._keep_tail(walk.nodes, TURN if depth == self.prompt.terms.ends.turn else SHARED)
+            self._mark_tails()
+            if depth and depth == self.prompt.terms.ends.turn:
+                self._end_earlier_turns(walk)
             required = required_images(walk, depth, graph.last)
             graph.recency.request_ended(required)
             note_use(required, self.prompt.terms.session)
@@ -447,15 +450,33 @@ class StoreCall:
             given.state = depth if has_snapshot else 0
         return Stored(depth, self._new_tokens, self._new_bytes, has_snapshot, tuple(self.plan.raw))
 
-    def _keep_tail(self, nodes: list[Node], what: str) -> None:
-        """Keep the last node of a path, if it is a tail, beside what will take its place; ends of earlier turns no longer."""
-        for earlier in [tail for node in nodes for tail in superseded_tails(node) if tail.ends == what == TURN]:
-            earlier.ends = ""
-            for slot in (*earlier.windows, earlier.rows):
+    def _mark_tails(self) -> None:
+        """Keep the tails at the prompt's ends beside whole blocks, and one at this store's end that stands beside one: there
+        the prompt parts from others.
+        """
+        for end, what in self.prompt.kept_ends.items() if self._namespace.tree.keeps_tails else ():
+            if (tail := self._tail_at(end)) is not None:
+                tail.ends = what
+        tail = self._tail_at(self._limit) if self.prompt.terms.whole_blocks else None
+        if tail is not None and not tail.ends and is_beside_whole(tail):
+            tail.ends = SHARED
+
+    def _tail_at(self, end: int) -> Node | None:
+        """Return the tail of the prompt's tokens up to there, if there is one."""
+        start, above = end - end % BLOCK, self.prompt.walk(self._namespace).path[: end // BLOCK]
+        parent = above[-1] if above else self._namespace.tree.root
+        if parent.end != start or start == end or end > len(self.prompt):
+            return None
+        return self._storage.graph.child(parent, self.prompt.token_bytes[start * TOKEN_BYTES : end * TOKEN_BYTES])
+
+    def _end_earlier_turns(self, walk: Walk) -> None:
+        """Keep tails of earlier turns on the way to this one's end no longer."""
+        earlier = (tail for node in walk.nodes for tail in superseded_tails(node) if tail.end < self._limit)
+        for tail in [tail for tail in earlier if tail.ends == TURN]:
+            tail.ends = ""
+            for slot in (*tail.windows, tail.rows):
                 if slot is not None:
                     self._storage.drop_superseded(slot)
-        if not nodes[-1].is_whole:
-            nodes[-1].ends = what
 
 
 def _most_rows(node: Node, wanted: int) -> Slot | None:

@@ -14,6 +14,7 @@ from prefixcache.tiers.state import Namespace
 from prefixcache.tiers.storage import Storage
 
 STATE_EVERY = 4096  # tokens: decision 0046
+TAIL_STEP = 32  # tokens: a tail is kept at a multiple of these, decision 0056
 
 PARTED = "parted"
 NOTHING_STORED = "nothing_stored"
@@ -60,10 +61,12 @@ class Parting(NamedTuple):
 
 
 class BranchPoint(NamedTuple):
-    """After how many tokens a prompt parts from those that are stored, and whether a hit there would need a snapshot."""
+    """After how many tokens a prompt parts from those that are stored. What a hit there needs is kept at the last multiple of
+    `step`: a snapshot or a tail; 0: such hits need neither.
+    """
 
     depth: int
-    needs_snapshot: bool
+    step: int
 
 
 def states_on_the_way(depth: int, tokens: int) -> range:
@@ -88,12 +91,15 @@ def parting_of(storage: Storage, prompt: Prompt, hit: int) -> Parting:
 
 
 def branch_point_of(storage: Storage, prompt: Prompt) -> BranchPoint:
-    """Return the end of the last whole block or medium up to which a stored prompt is the same, below the last token, which
-    is always computed. Called under the storage's lock.
+    """Return up to where a stored prompt is the same, below the last token, which is always computed. Called under the
+    storage's lock.
     """
-    known = [(rows_depth(prompt.walk(space), storage.graph.last), space) for space in prompt.namespaces()]
-    depth = min(max((depth for depth, _ in known), default=0), max(len(prompt) - 1, 0))
-    return BranchPoint(prompt.end_of_block(depth), any(space.plan.snapshots for _, space in known))
+    spaces = prompt.namespaces()
+    depth = max((rows_depth(prompt.walk(space), storage.graph.last) for space in spaces), default=0)
+    step = BLOCK if any(space.plan.snapshots for space in spaces) else 0
+    if not step and prompt.terms.whole_blocks and any(space.tree.keeps_tails for space in spaces):
+        step = TAIL_STEP
+    return BranchPoint(min(depth, max(len(prompt) - 1, 0)), step)
 
 
 def _evicted_to(storage: Storage, prompt: Prompt, space: Namespace, walk: Walk) -> int:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from prefixcache.blocks.lookup import image_depth, pin_leaves, required_images
-from prefixcache.blocks.node import RAM, Node, Slot, Walk
+from prefixcache.blocks.node import RAM, SHARED, TURN, Node, Slot, Walk
 from prefixcache.blocks.superseded import superseded_tails
 from prefixcache.keys import BLOCK, TOKEN_BYTES, as_tokens, chain
 from prefixcache.media import Media, last_end, outside_media, rope_delta
@@ -163,6 +163,14 @@ class Prompt:
         ended.terms = replace(self.terms, ends=PromptEnds(shared, turn))
         return ended
 
+    @property
+    def kept_ends(self) -> dict[int, str]:
+        """Return the places where a tail stays when its block becomes whole, and what ends there: SHARED, also with a medium,
+        which others ask about, too, or a TURN.
+        """
+        named = {self.terms.ends.shared: SHARED, self.terms.ends.turn: TURN}
+        return {end: what for end, what in named.items() if end} | {medium.end: SHARED for medium in self.media}
+
     def rope_delta(self, depth: int) -> int:
         """Return what the RoPE positions behind a hit of `depth` tokens are more than the tokens' places: the sum, over the
         media before, of positions minus length. Negative for most M-RoPE models.
@@ -173,11 +181,11 @@ class Prompt:
         """Return the last place at or before this one that is not inside a medium whose tokens attend to each other."""
         return outside_media(self.media, place)
 
-    def end_of_block(self, place: int) -> int:
-        """Return the last place at or before this one where a block or a medium ends, outside of whole media."""
-        end = place - place % BLOCK
+    def last_multiple(self, step: int, place: int) -> int:
+        """Return the last multiple of `step` or end of a medium at or before this place, outside of whole media."""
+        end = place - place % step
         while (outside := self.outside_media(end)) < end:
-            end = outside - outside % BLOCK
+            end = outside - outside % step
         return max(end, last_end(self.media, place))
 
     def _given_ids(self) -> np.ndarray:
@@ -230,7 +238,7 @@ class Prompt:
         return walk._replace(partial=tail, shared=shared)
 
     def _hits_whole_blocks(self, namespace: Namespace) -> bool:
-        return self.terms.whole_blocks and not (namespace.plan.snapshots or namespace.plan.lossless)
+        return self.terms.whole_blocks and namespace.tree.keeps_tails
 
     def keys(self, namespace: Namespace) -> list[bytes]:
         """Return the keys of its whole blocks; those that the graph knows are not computed again."""

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from prefixcache.blocks.eviction import least_recent_leaf
-from prefixcache.blocks.node import RAM, Node, Slot
-from prefixcache.blocks.superseded import is_superseded, may_be_superseded, successions
+from prefixcache.blocks.node import RAM, SHARED, Node, Slot
+from prefixcache.blocks.superseded import is_beside_whole, is_superseded, may_be_superseded, successions
 from prefixcache.image_format import SNAPSHOT, WINDOW
 from prefixcache.memory import collector_at_rest
 from prefixcache.settings import Settings
@@ -88,7 +88,11 @@ class Storage(StorageState):
         with reservation:
             lower.load(entries, reservation)
             loaded()
-            for slot in [slot for slot in self.graph.slots.values() if may_be_superseded(slot.node)]:
+            slots = [slot for slot in self.graph.slots.values() if may_be_superseded(slot.node)]
+            for slot in slots:
+                if not slot.node.ends and is_beside_whole(slot.node):
+                    slot.node.ends = SHARED  # else it would have been deleted when the whole block came
+            for slot in slots:
                 self.drop_superseded(slot)  # what a crash left beside its successor
         self.budget.peak = self.budget.held().total
         lower.finish_load(len(entries))

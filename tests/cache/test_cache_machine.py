@@ -669,13 +669,38 @@ class NeighboursMachine(CacheMachine):
 
     @rule(tokens=prompts, hot=st.booleans())
     def store_behind_a_hit(self, tokens, hot):
+        """With a chunk that ends where it parts from what is stored."""
         prompt = self.asked(tokens)
         made, rest = self.cache.fetch(prompt, promote=True)
-        layers = made if made is not None else states.LAYERS[self.layers]()
-        self._store(tokens, prompt, layers, len(tokens) - len(rest), hot)
+        layers, at = made if made is not None else states.LAYERS[self.layers](), len(tokens) - len(rest)
+        point = self.cache.branch_point(prompt)
+        if point > at:
+            self._in_steps(prompt.first(point), cut(tokens, point), layers, at)
+        self._store(tokens, prompt, layers, max(point, at), hot)
 
-    @rule(tokens=prompts, answer=st.sampled_from([5, 100, 300]), parted=st.booleans())
-    def part_behind_an_answer(self, tokens, answer, parted):
+    @rule(tokens=prompts, restarted=st.booleans())
+    def part_where_another_did(self, tokens, restarted):
+        """A third prompt goes on from where the second one parted from the first."""
+        self.turns += 1
+        first, second, third = ([*tokens, 8_000 + self.turns, *[end] * 300] for end in (3, 4, 5))
+        self.store(first)
+        point = self.cache.branch_point(self.asked(second))
+        assert may_end(second, point)
+        self.store_behind_a_hit(second, hot=False)
+        self._restart(restarted)
+        made, rest = self.cache.fetch(self.asked(third), promote=True)
+        depth = len(third) - len(rest)
+        assert point <= depth <= len(tokens) + 1
+        if made is not None:
+            self.as_if_alone(third[:depth], made, to=depth)
+
+    def _restart(self, restarted):
+        """Restart where that loses nothing."""
+        if restarted and "ssd_dir" in self.options and self.options["spill_on_close"]:
+            self.restart()
+
+    @rule(tokens=prompts, answer=st.sampled_from([5, 100, 300]), parted=st.booleans(), restarted=st.booleans())
+    def part_behind_an_answer(self, tokens, answer, parted, restarted):
         """The next turn goes on from the last one's end, though an answer has made its block whole."""
         self.turns += 1
         tokens = [*tokens, 8_000 + self.turns]
@@ -686,6 +711,7 @@ class NeighboursMachine(CacheMachine):
             following = [*tokens, *[7] * 300]
             ended = self.asked(following).with_ends(turn=len(following))
             self._in_steps(ended, following, states.LAYERS[self.layers](), 0)
+        self._restart(restarted)
         made, rest = self.cache.fetch(self.asked([*tokens, 8, 9]), promote=True)
         depth = len(tokens) + 2 - len(rest)
         assert depth == len(tokens) or (parted and depth >= len(tokens) // 256 * 256)

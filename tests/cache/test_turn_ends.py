@@ -1,5 +1,5 @@
-"""A turn's end is hit by the next turn that parts there, though an answer has made its block whole: exact rows of the tail
-stay beside the coded block until the next turn has an end of its own.
+"""Where prompts part within a coded block, others are hit: exact rows of a tail stay beside it. At a turn's end they stay
+until the next turn has an end of its own.
 """
 
 from __future__ import annotations
@@ -57,7 +57,6 @@ def test_without_a_turns_end_an_answer_takes_the_tails_place(layers):
 
 
 def test_it_comes_back_from_the_ssd(tmp_path):
-    """What ends a turn is not known after a restart: there the rest of a block is computed."""
     options = {"ram": "20MB", "codec": CODEC, "ssd_dir": tmp_path / "ssd", "ssd": "50MB"}
     with PrefixCache(**options) as cache:
         store(cache, "every token", turn_end=600, thought=6)
@@ -65,7 +64,7 @@ def test_it_comes_back_from_the_ssd(tmp_path):
         cache.trim_to(0)
         assert hit(cache, [*PROMPT, 7, 8]) == 600
     with PrefixCache(**options) as cache:
-        assert hit(cache, [*PROMPT, 7, 8]) == 512
+        assert hit(cache, [*PROMPT, 7, 8]) == 600
 
 
 @pytest.mark.parametrize("same", [False, True])
@@ -95,6 +94,26 @@ def test_the_end_of_what_is_shared_stays(layers):
             live = states.stored_in_steps(cache, prompt.first(600), live, at, 256)
             states.stored_in_steps(cache, prompt, live, 600, 256)
             cache.check_integrity()
+
+
+@pytest.mark.parametrize("layers", sorted(states.LAYERS))
+@pytest.mark.parametrize("shared", [40, 600, 1000])
+def test_where_the_second_prompt_parts_the_third_goes_on(layers, shared, tmp_path):
+    """And all that come after a restart."""
+    options = {"ram": "20MB", "codec": CODEC, "ssd_dir": tmp_path / "ssd", "ssd": "50MB"}
+    hits = []
+    for talk in range(4):
+        with PrefixCache(**options) as cache:
+            for tokens in ([*states.prompt(1, shared), *states.prompt(2 + 2 * talk + i, 400)] for i in range(2)):
+                prompt = cache.prompt(tokens, model="m", whole_blocks=True)
+                live, rest = cache.fetch(prompt, promote=True)
+                at, point, live = len(tokens) - len(rest), cache.branch_point(prompt), live or states.LAYERS[layers]()
+                hits.append(at)
+                if point > at:
+                    live, at = states.stored_in_steps(cache, prompt.first(point), live, at, 256), point
+                states.stored_in_steps(cache, prompt, live, at, 256)
+                cache.check_integrity()
+    assert hits == [0, shared // 256 * 256, *[shared // 32 * 32] * 6]
 
 
 @given(shared=st.integers(512, 600), answer=st.integers(1, 600))

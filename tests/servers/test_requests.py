@@ -368,6 +368,24 @@ def test_a_prompt_is_hit_on_the_way_of_one_that_it_parts_from(models, opened, se
 
 
 @pytest.mark.parametrize("seed", [None, 1])  # in a batch, or one by one
+def test_where_the_second_prompt_parts_the_third_goes_on(models, seed):
+    """Though the rest of that block is coded; and its answer is that of an empty cache."""
+    prompts = [user(f"{text(500, 'shared')} {name} {text(150, name)}") for name in ("alpha", "beta", "gamma")]
+    flags = ["--model", models / "llama", "--prefill-step-size", 256]
+    with PrefixCache(codec="turboquant:4", **CACHE) as cache, generating(cache, *flags) as generator:
+        asked = [Asked(generator, prompt, seed=seed).answered() for prompt in prompts]
+        first, second, third = (as_tokens(each.context.prompt) for each in asked)
+        shared = common_prefix(first, second)
+        assert shared % 256 > 32
+        assert [each.cached for each in asked] == [
+            0,
+            shared // 256 * 256,
+            min(shared, common_prefix(first, third)) // 32 * 32,
+        ]
+        assert Asked(generator, prompts[2], salt="alone", seed=seed).answered().tokens == asked[2].tokens
+
+
+@pytest.mark.parametrize("seed", [None, 1])  # in a batch, or one by one
 def test_an_answer_is_made_on_the_state_that_is_stored(models, seed):
     """Which is coded: else the first answer would be made on another than the second, a hit."""
     prompt = user(text(500, "coded"))

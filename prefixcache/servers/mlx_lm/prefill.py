@@ -32,7 +32,7 @@ log = logging.getLogger("prefixcache")
 
 class Begun(NamedTuple):
     """How a request was begun that has no token of its answer yet: the segments of its prompt behind the tokens of its `hit`,
-    where its recurrent state is kept on the way (`points`), and what else mlx-lm's loop gave.
+    where a snapshot or a tail is kept on the way (`points`), and what else mlx-lm's loop gave.
     """
 
     segments: list[list[int]]
@@ -195,6 +195,23 @@ def pieces_of(segments: Sequence[list[int]], at: int, step: int, points: Sequenc
     return pieces
 
 
+class Ready(NamedTuple):
+    """The tokens that are stored after a step, and whether their recurrent `state` is kept."""
+
+    tokens: list[int]
+    state: bool
+
+
+def ready_of(tokens: list[int], since: int, to_come: int, points: Sequence[int]) -> Ready | None:
+    """Return what is stored of the tokens computed so far, of whose prompt `to_come` are still to be computed: whole blocks,
+    and at `points` and before the prompt's last token all. None where that is no more than the first `since`.
+    """
+    if to_come == 1 or len(tokens) in points:
+        return Ready(tokens, state=True)
+    whole = len(tokens) // BLOCK * BLOCK
+    return Ready(tokens[:whole], state=to_come <= BLOCK) if whole > since else None
+
+
 class BlockKeeper:
     """Keeps the blocks that have become whole in a step of `batches`, and puts back what is stored of them."""
 
@@ -202,7 +219,7 @@ class BlockKeeper:
         self._batches, self._prompts = batches, prompts
         self._kept: dict[int, int] = {}  # by uid: the tokens whose blocks are kept, or came from the cache
         self._ends: dict[int, set[int]] = {}  # by uid: the tokens computed where the caller's segments end
-        self._points: dict[int, list[int]] = {}  # by uid: where recurrent state is kept on the way
+        self._points: dict[int, list[int]] = {}  # by uid: where a snapshot or a tail is kept on the way
 
     def pieces_of(self, begun: Begun) -> list[list[int]]:
         """Return the segments of a sequence in pieces that end where a block does, and where state is kept."""
@@ -239,13 +256,11 @@ class BlockKeeper:
         if uid not in batch.uids or uid not in self._kept:
             return
         i = batch.uids.index(uid)
-        tokens, since = batch.tokens[i], self._kept[uid]
-        whole = len(tokens) // BLOCK * BLOCK
-        if whole > since or to_come == 1:
-            layers = [_single(layer, i) for layer in batch.prompt_cache]
-            ready = tokens if to_come == 1 else tokens[:whole]
-            state = to_come <= BLOCK or whole in self._points[uid]
-            self._prompts.keep_blocks(requests[uid], ready, layers, since, state)
+        since = self._kept[uid]
+        ready = ready_of(batch.tokens[i], since, to_come, self._points[uid])
+        if ready is not None:
+            layers, whole = [_single(layer, i) for layer in batch.prompt_cache], len(ready.tokens) // BLOCK * BLOCK
+            self._prompts.keep_blocks(requests[uid], ready.tokens, layers, since, ready.state)
             for layer, single in zip(batch.prompt_cache, layers, strict=True):
                 put_back(layer, i, single, since, whole)
             self._kept[uid] = whole
@@ -267,17 +282,16 @@ class SingleKeeper:
 
     def __init__(self, prompts: TenantPromptCache, request: TokenizedRequest, known: list[int]):
         self.known = known
-        self.points = prompts.branch_points(request, len(known))  # where recurrent state is kept on the way
+        self.points = prompts.branch_points(request, len(known))  # where a snapshot or a tail is kept
         self._keep_blocks = partial(prompts.keep_blocks, request)
         self._kept = len(known) // BLOCK * BLOCK  # the tokens whose blocks are kept, or came from the cache
 
     def keep(self, tokens: list[int], layers: list[Any], to_come: int) -> None:
         """Keep what has become whole of these tokens, of whose prompt `to_come` are still to be computed."""
-        whole = len(tokens) // BLOCK * BLOCK
-        if whole > self._kept or to_come == 1:
-            ready, state = tokens if to_come == 1 else tokens[:whole], to_come <= BLOCK or whole in self.points
-            self._keep_blocks(ready, layers, self._kept, state)
-        self._kept = max(whole, self._kept)
+        ready = ready_of(tokens, self._kept, to_come, self.points)
+        if ready is not None:
+            self._keep_blocks(ready.tokens, layers, self._kept, ready.state)
+            self._kept = len(ready.tokens) // BLOCK * BLOCK
 
 
 def stream(

@@ -160,16 +160,17 @@ class TenantPromptCache(TieredPromptCache):
         return self.cache.prompt(ids, model=name, salt=salt, like=form, whole_blocks=whole, media=media)
 
     def branch_points(self, request: TokenizedRequest | None, depth: int) -> list[int]:
-        """Return where the prefill of a request, whose hit has `depth` tokens, keeps recurrent state for prompts that part
-        from it: the ends of blocks, ascending. Decision 0046 says why there.
+        """Return where the prefill of a request, whose hit has `depth` tokens, keeps a snapshot or a tail for prompts that
+        part from it, ascending. Decisions 0046 and 0056 say why there.
         """
         if request is None or not len(request.prompt) or self.exact_prefill:
             return []
         points = {end for end in request.boundaries if end > depth and end % BLOCK == 0}
         point = max(self.cache.branch_point(request.prompt), self.shared_under_way(request.prompt) // BLOCK * BLOCK)
-        if point - depth >= BLOCK:
+        is_recurrent = request.prompt.form is not None and request.prompt.form.is_recurrent
+        if point - depth >= (BLOCK if is_recurrent else 1):
             points.add(point)
-        if request.prompt.form is not None and request.prompt.form.is_recurrent:
+        if is_recurrent:
             points |= set(states_on_the_way(depth, len(request.prompt)))
         return sorted(points)
 

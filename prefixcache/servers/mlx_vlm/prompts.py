@@ -83,7 +83,7 @@ class ServedPrompt:
         self._prompts = prompts
         self._answer: list[int] = []
         self._since = 0  # tokens whose whole blocks are kept, or came from the cache
-        self._points: list[int] = []  # where recurrent state is kept on the way
+        self._points: list[int] = []  # where a snapshot or a tail is kept on the way
 
     def behind(self, depth: int) -> dict[str, Any]:
         """Return the inputs of the prompt behind its first `depth` tokens, without media before that."""
@@ -130,11 +130,11 @@ class ServedPrompt:
         return layers
 
     def _points_of(self, prompt: Prompt) -> list[int]:
-        """Return where recurrent state is kept: where other prompts parted, before the first medium, and behind the last."""
-        if not self._prompts.is_recurrent:
-            return []
+        """Return where a snapshot or a tail is kept: where other prompts parted; of recurrent models also before the first
+        medium, and behind the last.
+        """
         points = {self._prompts.cache.branch_point(prompt)}
-        if prompt.media:
+        if self._prompts.is_recurrent and prompt.media:
             points |= {prompt.media[0].start, prompt.media[-1].end}
         return sorted(point for point in points if self.depth < point < len(prompt) - 1)
 

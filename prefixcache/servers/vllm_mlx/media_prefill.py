@@ -135,16 +135,16 @@ class MediaPrefill:
 
     def _boundaries(self, depth: int) -> list[int]:
         """Return where the state is stored on the way, behind a hit: with a lossy codec in steps that end with blocks, since
-        the next is computed on what is stored; recurrent state before the first picture, where other prompts part from this
-        one, and before the tokens that make the model think, which the next turn doesn't have.
+        the next is computed on what is stored; where other prompts part from this one; recurrent state before the first
+        picture, and before the tokens that make the model think, which the next turn doesn't have.
         """
         end, places = len(self.prompt), set()
         if not self.lossless:
             step = self.generator.prefill_step_size
             places = {last for _, last in chunks(depth, end - 1, step, self.prompt.media) if last < end - 1}
+        places.add(self.kept.cache.branch_point(self.prompt))
         if self.recurrent:
-            places |= {self.kept.cache.branch_point(self.prompt), end - self.generator._think_suffix_len}
-            places |= {medium.start for medium in self.prompt.media[:1]}
+            places |= {end - self.generator._think_suffix_len, *(medium.start for medium in self.prompt.media[:1])}
         return sorted(place for place in places if max(depth, self.first - 1) < place < end)
 
     def _computed(self, start: int, end: int) -> mx.array:
