@@ -15,24 +15,6 @@ from tests.blocks.planting import IMAGE, SSD, Planting, blocks, leaving, order, 
 # -- recency and who leaves -------------------------------------------------------------------------------------------
 
 
-def test_a_path_is_touched_tail_first():
-    planting = Planting()
-    planting.store(blocks(1, 2, 3))
-    assert [slot.end for slot in planting.serving(blocks(1, 2, 3))] == [768, 512, 256]
-    assert order(planting, RAM) == order(planting, SSD) == [("rows", 768), ("rows", 512), ("rows", 256)]
-
-
-def test_lru_lets_leaves_go_first_without_asking():
-    planting = Planting()
-    planting.store(blocks(1, 2, 3))
-    planting.store(blocks(1, 2, 4))
-    planting.store(blocks(5))
-    planting.touch(blocks(1, 2, 3))
-    ends = [slot.end for slot in planting.graph.orders[RAM]]
-    assert ends == [768, 256, 768, 512, 256]
-    assert [end for _, end in leaving(planting, RAM)] == ends
-
-
 def test_a_hit_counts_for_the_blocks_it_reads_only():
     planting = Planting()
     planting.store(blocks(1, 2, 3))
@@ -72,24 +54,6 @@ def test_a_promotion_touches_its_whole_path_again():
     assert leaving(planting, RAM) == [("rows", 256), ("rows", 768), ("rows", 512), ("rows", 256)]
 
 
-def test_the_ssd_order_has_every_slot_and_gives_only_what_the_ssd_holds():
-    planting = Planting()
-    planting.store(blocks(1))
-    planting.store(blocks(2))
-    planting.spill(planting.rows(blocks(2)))
-    assert order(planting, SSD) == [("rows", 256)] * 2
-    assert eviction_victim(planting.graph, SSD) is planting.rows(blocks(2))
-
-
-def test_an_image_that_reaches_the_ssd_late_has_its_place_in_the_order():
-    planting = Planting()
-    planting.store(blocks(1))
-    planting.store(blocks(2))
-    planting.spill(planting.rows(blocks(2)))
-    planting.spill(planting.rows(blocks(1)))
-    assert eviction_victim(planting.graph, SSD) is planting.rows(blocks(1))
-
-
 def test_what_waits_for_the_ssd_does_not_leave():
     planting = Planting()
     planting.store(blocks(1))
@@ -98,15 +62,6 @@ def test_what_waits_for_the_ssd_does_not_leave():
     assert eviction_victim(planting.graph, RAM) is planting.rows(blocks(2))
     planting.rows(blocks(2)).pending = True
     assert eviction_victim(planting.graph, RAM) is None
-
-
-def test_what_hangs_in_the_other_tier_keeps_nothing_from_leaving():
-    planting = Planting()
-    planting.store(blocks(1, 2))
-    planting.spill_all()
-    planting.graph.drop(planting.rows(blocks(1, 2)), RAM)
-    assert eviction_victim(planting.graph, RAM) is planting.rows(blocks(1))
-    assert eviction_victim(planting.graph, SSD) is planting.rows(blocks(1, 2))
 
 
 def test_the_last_image_of_a_block_stays_while_something_in_ram_hangs_on_it():
@@ -164,28 +119,6 @@ def test_the_eviction_order_says_beforehand_who_is_evicted_one_after_the_other(s
 # -- pins -------------------------------------------------------------------------------------------------------------
 
 
-def test_nothing_above_a_pinned_block_leaves():
-    planting = Planting()
-    planting.store(blocks(1, 2, 3))
-    planting.spill_all()
-    held = planting.graph.pin([planting.rows(blocks(1, 2))])
-    for tier in (RAM, SSD):
-        assert leaving(planting, tier) == [("rows", 768)]
-    planting.graph.unpin(held)
-    assert leaving(planting, RAM) == leaving(planting, SSD) == [("rows", 512), ("rows", 256)]
-
-
-def test_pins_count():
-    planting = Planting()
-    planting.store(blocks(1))
-    slot = planting.rows(blocks(1))
-    first, second = planting.graph.pin([slot]), planting.graph.pin([slot])
-    planting.graph.unpin(first)
-    assert eviction_victim(planting.graph, RAM) is None
-    planting.graph.unpin(second)
-    assert eviction_victim(planting.graph, RAM) is slot
-
-
 def test_a_pinned_prompt_with_a_snapshot_keeps_all_that_it_needs():
     planting = Planting(windows=(Window(300),), snapshots=True)
     planting.store(runs((1, 600)))
@@ -199,18 +132,6 @@ def test_a_pinned_prompt_with_a_snapshot_keeps_all_that_it_needs():
 
 
 # -- after a restart --------------------------------------------------------------------------------------------------
-
-
-def test_after_a_restart_the_order_follows_the_ticks():
-    planting = Planting()
-    for i in (1, 2, 3):
-        planting.store(blocks(i))
-    planting.touch(blocks(1))
-    planting.spill_all()
-    again = restarted(planting, reversed(planting.graph.orders[SSD]))
-    again.graph.check_integrity()
-    assert [again.evict(SSD).node.tokens[0] for _ in range(3)] == [2, 3, 1]
-    assert again.graph.recency.clock == planting.graph.recency.clock
 
 
 def test_ties_after_a_restart_break_by_depth():

@@ -8,7 +8,7 @@ from prefixcache.blocks.eviction import eviction_victim
 from prefixcache.blocks.lookup import image_depth
 from prefixcache.blocks.node import RAM, Slot, common_tokens
 from prefixcache.keys import BLOCK
-from tests.blocks.planting import IMAGE, ROOT, SSD, Planting, blocks, leaving, order, raw, runs
+from tests.blocks.planting import IMAGE, ROOT, SSD, Planting, blocks, leaving, raw, runs
 
 # -- lookups ----------------------------------------------------------------------------------------------------------
 
@@ -18,24 +18,6 @@ def test_an_empty_tree_knows_nothing():
     assert planting.walk(blocks(1)).nodes == []
     assert planting.reach(blocks(1)) == planting.reach([]) == planting.reach([], SSD) == 0
     assert eviction_victim(planting.graph, RAM) is eviction_victim(planting.graph, SSD) is None
-
-
-@pytest.mark.parametrize("length", [1, 255, 256, 257, 511, 512, 513, 700])
-@pytest.mark.parametrize("asked", [1, 255, 256, 257, 511, 512, 513, 700])
-def test_a_prompt_is_found_to_its_deepest_common_prefix(length, asked):
-    planting = Planting()
-    planting.store(runs((1, length)))
-    assert planting.reach(runs((1, asked))) == min(length, asked)
-    assert planting.reach(runs((1, min(length, asked)), (2, 40))) == min(length, asked)
-
-
-def test_a_prompt_that_diverges_inside_a_block_is_found_to_the_token():
-    planting = Planting()
-    planting.store(runs((1, 300), (2, 300)))
-    for same in (0, 1, 7, 255, 256, 257, 299, 300, 301, 511, 512, 599):
-        asked = runs((1, 300), (2, 300))[:same] + [9] * 50
-        assert planting.reach(asked) == same
-        assert planting.walk(asked).depth == same
 
 
 def test_of_many_siblings_the_one_with_the_longest_common_prefix_is_found():
@@ -55,25 +37,6 @@ def test_tokens_sort_by_their_bytes_but_match_by_whole_tokens():
     assert planting.reach([256 + 2**40, 1]) == 0
 
 
-def test_a_limit_cuts_the_depth_at_any_token():
-    planting = Planting()
-    planting.store(runs((1, 700)))
-    for limit in (-5, 0, 1, 255, 256, 300, 699, 700, 10_000):
-        assert max(planting.reach(runs((1, 700)), RAM, limit), 0) == max(min(limit, 700), 0)
-
-
-def test_ssd_depth_counts_ram_and_ssd_together():
-    planting = Planting()
-    planting.store(blocks(1, 2, 3))
-    first, second, third = (planting.rows(blocks(1, 2, 3)[:n]) for n in (256, 512, 768))
-    planting.spill(second)
-    planting.graph.drop(second, RAM)
-    assert planting.reach(blocks(1, 2, 3), RAM) == 256
-    assert planting.reach(blocks(1, 2, 3), SSD) == 768
-    assert first.disk
-    assert not third.disk
-
-
 def test_twins_that_match_alike_are_told_apart_by_ram():
     planting = Planting()
     planting.store(runs((1, 40), (2, 60)))
@@ -91,16 +54,6 @@ def test_another_namespace_is_another_tree():
     other = planting.graph.tree(b"other root key..")
     assert image_depth(planting.graph.walk(other, raw(blocks(1, 2))), SSD, 512) == 0
     assert planting.graph.tree(ROOT) is planting.tree
-
-
-def test_a_walk_changes_nothing():
-    planting = Planting()
-    planting.store(runs((1, 600)))
-    before = order(planting, RAM), order(planting, SSD), planting.graph.recency.clock
-    for asked in (runs((1, 600)), runs((1, 300), (2, 9)), runs((5, 5))):
-        planting.reach(asked)
-        planting.serving(asked)
-    assert before == (order(planting, RAM), order(planting, SSD), planting.graph.recency.clock)
 
 
 def test_a_long_prompt_among_ten_thousand_near_twins_costs_a_visit_a_block():
@@ -141,19 +94,6 @@ def test_common_tokens(a, b, shared):
 
 
 # -- hollow nodes -----------------------------------------------------------------------------------------------------
-
-
-def test_a_lookup_ends_at_a_hollow_node_until_its_rows_are_stored_again():
-    planting = Planting()
-    prompt = blocks(1, 2, 3)
-    planting.store(prompt)
-    planting.graph.drop(planting.rows(prompt[:512]), RAM)
-    planting.graph.check_integrity()
-    assert planting.node(prompt[:512]).rows is None
-    assert planting.reach(prompt) == planting.reach(prompt, SSD) == 256
-    assert planting.reach(prompt[:300]) == 256
-    assert [slot.end for slot in planting.store(prompt)] == [512]
-    assert planting.reach(prompt) == 768
 
 
 def test_a_hollow_node_goes_with_the_last_that_hangs_on_it():

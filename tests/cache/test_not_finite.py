@@ -79,8 +79,7 @@ def is_sound(prompt_cache: list[Any]) -> bool:
     )
 
 
-@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32])
-@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize(("dtype", "bad"), zip([mx.float16, mx.bfloat16, mx.float32], BAD, strict=True))
 @pytest.mark.parametrize("codec", CODECS)
 def test_blocks_before_it_are_kept_and_nothing_behind(codec, bad, dtype, way):
     tokens = list(range(900))
@@ -95,7 +94,7 @@ def test_blocks_before_it_are_kept_and_nothing_behind(codec, bad, dtype, way):
         cache.check_integrity()
 
 
-@pytest.mark.parametrize("at", [0, 3, 255, 256, 511, 512, 599])
+@pytest.mark.parametrize("at", [3, 256, 599])
 @pytest.mark.parametrize("part", ["keys", "values"])
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_in_each_kind_of_layer(kind, part, at, way):

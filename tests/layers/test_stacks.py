@@ -73,7 +73,7 @@ def test_bytes_go_to_the_gpu_once_for_many_blocks_and_streams(monkeypatch):
     assert len(copies) == 9
 
 
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("codec", ["raw", "turboquant:4"])
 @pytest.mark.parametrize("name", sorted(FAMILIES))
 def test_images_are_the_same_however_a_store_reads_rows(name, codec, monkeypatch):
     """Layers without values, or of few rows, too."""

@@ -69,82 +69,13 @@ class Served:
 # -- up ---------------------------------------------------------------------------------------------------------------
 
 
-def test_an_image_goes_up_at_its_second_use():
-    fleet = Served("second")
-    fleet.serve(0, 1, 2)
-    assert fleet.remote.sent_images == 0
-    fleet.serve(0, 1, 3)
-    assert fleet.remote.sent_images == 1
-    fleet.serve(0, 1, 2, 4)
-    assert fleet.remote.sent_images == 2
-
-
-def test_an_image_goes_up_when_it_is_stored_with_admission_always():
-    fleet = Served("always")
-    fleet.serve(0, 1, 2)
-    assert fleet.remote.sent_images == 2
-    assert fleet.remote.sent_bytes == sum(StateSizes(STATE, RAW).rows_bytes(start) for start in (0, BLOCK))
-
-
-def test_nothing_goes_up_with_admission_never():
-    fleet = Served("never")
-    fleet.serve(0, 1, 2)
-    fleet.serve(0, 1, 2)
-    assert fleet.remote.sent_images == 0
-
-
 def test_tails_stay_where_they_are():
     fleet = Served("always")
     fleet.serve(0, 1, 2, tokens=300)
     assert fleet.remote.sent_images == 1
 
 
-def test_what_is_there_is_not_sent_again():
-    fleet = Served("always")
-    fleet.serve(0, 1, 2)
-    fleet.machines[1].store(fleet._prompt(1, (1, 2), None))
-    assert fleet.remote.sent_images == 2
-
-
-@pytest.mark.parametrize("admission", ["second", "always"])
-@pytest.mark.parametrize("routing", ["sticky", "random"])
-def test_nothing_is_sent_twice_to_a_remote_that_keeps_all(admission, routing):
-    outcome = run(AGENTS, Fleet(Cell(RAM, SSD), machines=3, routing=routing, remote_admission=admission, link=AT_ONCE))
-    assert outcome.sent_bytes == outcome.remote_peak > 0
-    assert outcome.remote_evicted == 0
-
-
-def test_what_a_lookup_finds_missing_is_sent_again():
-    sizes = StateSizes(STATE, RAW)
-    fleet = Served("always", ram=30 * 75_000, limit=4 * sizes.rows_bytes(9999))
-    fleet.serve(0, 1, 2)
-    fleet.serve(1, 5, 6, 7, 8)  # the remote has no room for both
-    fleet.serve(0, *range(100, 140))  # nor the machine
-    sent = fleet.remote.sent_images
-    assert fleet.serve(0, 1, 2) == 0
-    assert fleet.remote.sent_images == sent + 2
-
-
 # -- down -------------------------------------------------------------------------------------------------------------
-
-
-def test_another_machine_hits_what_was_sent():
-    fleet = Served("always")
-    fleet.serve(0, 1, 2, 3)
-    assert fleet.serve(1, 1, 2, 4) == 2 * BLOCK
-    assert fleet.machines[1].remote_tokens == 2 * BLOCK
-    assert fleet.remote.reused_tokens == 2 * BLOCK
-    assert fleet.remote.read_bytes == sum(StateSizes(STATE, RAW).rows_bytes(start) for start in (0, BLOCK))
-
-
-def test_what_came_from_the_remote_is_ram_s_from_then_on_and_is_not_sent():
-    fleet = Served("second")
-    fleet.serve(0, 1, 2, 3)
-    fleet.serve(0, 1, 2, 4)
-    fleet.serve(1, 1, 2, 5)
-    sent, read = fleet.remote.sent_images, fleet.remote.read_images
-    assert fleet.serve(1, 1, 2, 6) == 2 * BLOCK
-    assert (fleet.remote.sent_images, fleet.remote.read_images) == (sent, read) == (2, 2)
 
 
 def test_only_blocks_beyond_what_the_machine_has_are_asked_for():
@@ -169,16 +100,6 @@ def test_a_lookup_that_finds_nothing_costs_one_round_trip():
     fleet = Served("always")
     fleet.serve(0, 1, 2)
     assert fleet.machines[0].trips == 1
-
-
-def test_a_hole_ends_what_is_read():
-    fleet = Served("always")
-    fleet.serve(0, 1, 2, 3)
-    second = list(fleet.remote._images)[1]  # of the images, tail first, the second block's
-    fleet.remote._images.move_to_end(second, last=False)
-    fleet.remote._evict()
-    assert fleet.serve(1, 1, 2, 3, 4) == BLOCK
-    assert fleet.remote.read_images == 1
 
 
 def test_what_is_computed_sooner_is_not_read():
