@@ -106,13 +106,6 @@ def test_bytes_counted_meet_their_bar(name):
     assert all(figure.met for figure in figures(name))
 
 
-def test_requests_that_are_given_up_cost_no_error_and_no_budget():
-    errors, budget, growth = figures("server-cancels")
-    assert errors.met, errors
-    assert budget.met, budget
-    assert growth.raw["rss"]
-
-
 @pytest.mark.parametrize("bench", ["server-beside-stock", "server-at-once"])
 def test_a_chat_beside_stock_is_hit_at_its_second_turn_and_after_a_restart(tmp_path, bench):
     cold, second, restarted = figures(bench)

@@ -27,21 +27,10 @@ from typing import Any, NamedTuple
 from tools.bench import report
 
 FIXTURE = report.ROOT / "tests" / "fixtures" / "tiny-llama"
-SMALL = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 1,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-}
 OURS = [sys.executable, "-c", "from prefixcache.cli import app; app()", "serve"]
 THEIRS = [sys.executable, "-m", "mlx_lm", "server"]
 CLOCKED = [sys.executable, "-m", "tools.bench.serving"]  # and a file for the spans, and "ours" or "theirs"
 PATIENCE = 900.0  # seconds for a start, an answer or an end, before a bench gives up
-
-IMPATIENCE = 0.03  # seconds that a client waits that gives up before it is answered
-
 DEFAULT_MODEL = "default_model"  # mlx-lm's name for the one that it serves
 
 Messages = list[dict[str, Any]]
@@ -61,18 +50,6 @@ def trained_model(folder: Path, layers: int = 6) -> Path:
         if (of := re.match(r"model\.layers\.(\d+)\.", name)) is None or int(of[1]) < layers
     }
     return _written(folder / f"tiny-llama-{layers}", weights, {"num_hidden_layers": layers})
-
-
-def random_model(folder: Path) -> Path:
-    """Random weights under the tiny model's tokenizer and context, a hundredth of its arithmetic: for many requests."""
-    import mlx.core as mx
-    from mlx.utils import tree_flatten
-    from mlx_lm.models import llama
-
-    config = json.loads((FIXTURE / "config.json").read_text()) | SMALL
-    mx.random.seed(0)
-    model = llama.Model(llama.ModelArgs.from_dict(config))
-    return _written(folder / "random-llama", dict(tree_flatten(model.parameters())), SMALL)
 
 
 def random_large(folder: Path) -> Path:
@@ -160,24 +137,12 @@ class Server:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def rss(self) -> int:
-        """Bytes of the process that are in memory now."""
-        try:
-            return int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-        except FileNotFoundError:  # macOS
-            return int(subprocess.check_output(["ps", "-o", "rss=", "-p", str(self.process.pid)])) * 1024
-
     def metrics(self) -> dict[str, float]:
         """What /metrics says: sample, with its label as in `name{label="value"}`, -> value."""
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=60) as page:
             lines = page.read().decode().splitlines()
         samples = (line.rpartition(" ") for line in lines if line and not line.startswith("#"))
         return {name: float(value) for name, _, value in samples}
-
-    def complaints(self) -> list[str]:
-        """Lines of the log that say that something failed. Of a traceback, its heading."""
-        lines = self.log.read_text(errors="replace").splitlines()
-        return [line for line in lines if re.search(r"\b(ERROR|CRITICAL)\b|Traceback", line)]
 
     def stop(self) -> float:
         """SIGTERM, and the seconds until the process has ended. RuntimeError when it ends otherwise than cleanly."""
@@ -202,16 +167,6 @@ class Server:
 
     def _tail(self) -> str:
         return self.log.read_text(errors="replace")[-4000:]
-
-
-def disk_usage(directory: Path) -> int:
-    """Bytes that the files of a directory take on the disk, as `du` counts. Files come and go meanwhile."""
-    total = 0
-    for folder, _, names in os.walk(directory):
-        for name in names:
-            with contextlib.suppress(FileNotFoundError):
-                total += Path(folder, name).lstat().st_blocks * 512
-    return total
 
 
 @contextlib.contextmanager
@@ -293,21 +248,6 @@ def ask(client: Any, messages: Messages, max_tokens: int, name: str = DEFAULT_MO
     cached = usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details else 0
     counts = usage.prompt_tokens, cached or 0, usage.completion_tokens
     return Reply(text, *counts, reason == "stop", first or seconds, seconds)
-
-
-def leave_early(client: Any, messages: Messages, max_tokens: int, chunks: int) -> None:
-    """One chat request whose client closes the connection after so many chunks; 0: when it has waited a little, mostly
-    before the server has begun to answer."""
-    import openai
-
-    if not chunks:
-        client = client.with_options(timeout=IMPATIENCE)
-    with contextlib.suppress(openai.APITimeoutError):
-        stream = _stream(client, messages, max_tokens)
-        for seen, _ in enumerate(stream, 1):
-            if seen >= chunks:
-                break
-        stream.close()
 
 
 def _stream(client: Any, messages: Messages, max_tokens: int, **more: Any) -> Any:
