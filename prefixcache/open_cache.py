@@ -21,7 +21,6 @@ from prefixcache.codecs import Codec
 from prefixcache.codecs.transform.bases import Bases
 from prefixcache.codecs.turboquant import backends as turboquant_backends
 from prefixcache.memory import machine_memory, trim_process_memory
-from prefixcache.metrics.logs import UsageLog
 from prefixcache.metrics.stats import Stats
 from prefixcache.ranks.agreement import Ranks
 from prefixcache.remote.client import Client, open_client
@@ -92,7 +91,6 @@ class OpenCache:
         self.ssd: Ssd | None = None
         self.disk: AwaitedDisk | None = None
         self.remote: RemoteTier | None = None
-        self.summary: UsageLog | None = None
         self.recorder = Recorder(settings.trace) if settings.trace is not None else None
         self.closed = False
         self._codec, self._kernels = str(codec), turboquant_backends.describe()
@@ -121,9 +119,6 @@ class OpenCache:
             self.pressure.start()
         if self.has_ssd and self.settings.idle_bytes(ANY_LIMIT):  # its disk may have room, or be there, only later
             self.idle.start()
-        if self.settings.log_every:
-            self.summary = UsageLog(self, self.settings.log_every)
-            self.summary.start()
         if self.has_ssd or self.remote is not None:
             _open.add(self)
         if self.disk is not None:
@@ -239,7 +234,7 @@ class OpenCache:
 
     def _end_work(self, end: float) -> None:
         self.behind.close()
-        for thread in (self.pressure, self.disk, self.idle, self.summary):
+        for thread in (self.pressure, self.disk, self.idle):
             if thread is not None:
                 thread.stop()
         self.promoter.close(_left(end))

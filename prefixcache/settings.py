@@ -146,7 +146,6 @@ class Settings(BaseSettings):
         le=1,
         description="serve says why a request is cold that hits less than this share of its prompt. 0: never",
     )
-    log_every: float = Field(0.0, ge=0, le=86_400, description="log a line of rates every so many seconds. 0: never")
 
     def __init__(self, **values: Any):
         self._no_other_variables()

@@ -78,7 +78,6 @@ OTHERS = {  # one for each field of Settings: the flag's text, and what it means
     "policy": ("adaptive", "adaptive"),
     "ssd_admission": ("second", "second"),
     "trace": ("/t", Path("/t")),
-    "log_every": ("60", 60.0),
     "remote": ("file:///z", SecretStr("file:///z")),
     "remote_key_file": ("/k", Path("/k")),
     "remote_ca_file": ("/c", Path("/c")),
@@ -158,7 +157,7 @@ def test_a_directory_named_elsewhere_serves_the_flags(
         ({"readers": "100"}, "--readers '100': Input should be less than or equal to 64"),
         ({"policy": "mru"}, "--policy 'mru': Input should be 'lru' or 'adaptive'"),
         ({"spill_queue": "much"}, "--spill-queue='much': not a size; write "),
-        ({"log_every": "often", "readers": "x"}, "--readers 'x': Input should be a valid integer"),
+        ({"cold_below": "often", "readers": "x"}, "--readers 'x': Input should be a valid integer"),
     ],
 )
 def test_what_is_bad_or_contradictory_is_named_in_one_line(flags: dict[str, Any], said: str) -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import logging
 import re
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from datetime import datetime
@@ -21,39 +19,12 @@ import requests
 from mlx_lm.utils import load_tokenizer
 from typer.testing import CliRunner
 
-from prefixcache import PrefixCache
 from prefixcache.cli import app
-from prefixcache.metrics.logs import JsonFormatter, UsageLog, in_words, quotes_nothing, summed_up
+from prefixcache.metrics.logs import JsonFormatter, quotes_nothing
 from prefixcache.servers.salts import salt_of
-from tests.models import states
 from tests.servers.serving import TINY, chat, save_model, serve, starting, text
-from tests.waiting import until
 
-LONG = list(range(1000))
 API_KEY = "sk-of-great-fame"
-FIELDS = {
-    "seconds",
-    "fetches",
-    "stores",
-    "asked_tokens_per_second",
-    "hit_rate",
-    "ram_hit_rate",
-    "ssd_hit_rate",
-    "stored_bytes_per_second",
-    "evicted",
-    "dropped",
-    "denied",
-    "errors",
-    "ram_held_bytes",
-    "ram_limit_bytes",
-}
-SSD_FIELDS = {"written_bytes_per_second", "read_bytes_per_second", "queued_bytes", "ssd_used_bytes", "ssd_limit_bytes"}
-
-
-@pytest.fixture
-def cache(tmp_path: Path) -> Iterator[PrefixCache]:
-    with PrefixCache(ram="10MB", codec="raw", ssd_dir=tmp_path / "ssd", ssd="50MB") as made:
-        yield made
 
 
 def written(message: str, *args: Any, level: int = logging.INFO, path: str = "here.py", **extra: Any) -> str:
@@ -125,132 +96,6 @@ def test_mlx_lms_lines_are_kept_without_the_bodies_that_they_quote():
     )
 
 
-# -- summaries --------------------------------------------------------------------------------------------------------
-
-
-def summaries(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
-    return [record for record in caplog.records if hasattr(record, "asked_tokens_per_second")]
-
-
-def test_a_summary_says_what_happened_since_the_last_as_rates(cache, caplog):
-    caplog.set_level(logging.INFO, "prefixcache")
-    now = [100.0]
-    summary = UsageLog(cache, 10, clock=lambda: now[0])
-    stored = cache.store(LONG, states.sliceable(LONG), model="m")
-    cache.fetch([*LONG, 5, 6, 7, 8], model="m")
-    cache.flush(30)
-    cache.trim_to(0)
-    cache.promote(LONG, model="m").result(30)
-    cache.fetch([*LONG, 5, 6, 7, 8], model="m")
-    now[0] = 104.0
-    summary.look()
-    now[0] = 114.0
-    summary.look()
-    first, second = (vars(record) for record in summaries(caplog))
-    stats = cache.stats()
-    assert stats.ssd is not None
-    assert {name: first[name] for name in ("seconds", "fetches", "stores", "dropped", "denied", "errors")} == {
-        "seconds": 4,
-        "fetches": 2,
-        "stores": 1,
-        "dropped": 0,
-        "denied": 0,
-        "errors": 0,
-    }
-    assert first["asked_tokens_per_second"] == 2008 / 4
-    assert first["hit_rate"] == pytest.approx(2000 / 2008, abs=1e-6)
-    assert first["ram_hit_rate"] == first["ssd_hit_rate"] == pytest.approx(1000 / 2008, abs=1e-6)
-    assert first["stored_bytes_per_second"] == first["written_bytes_per_second"] == stored.new_bytes / 4
-    assert first["read_bytes_per_second"] == stats.ssd.read_bytes / 4
-    assert (second["seconds"], second["hit_rate"], second["asked_tokens_per_second"]) == (10, None, 0)
-    assert second["ram_held_bytes"] == stats.ram_held
-    assert second["ssd_used_bytes"] == stats.ssd.used
-    assert second.keys() >= FIELDS | SSD_FIELDS
-
-
-def test_a_summary_can_be_read_and_parsed(cache, caplog):
-    caplog.set_level(logging.INFO, "prefixcache")
-    summary = UsageLog(cache, 10)
-    cache.store(LONG, states.sliceable(LONG), model="m")
-    summary.look()
-    cache.fetch([*LONG, 5], model="m")
-    summary.look()
-    idle, busy = summaries(caplog)
-    assert idle.getMessage().startswith("nothing asked for; ")
-    assert re.search(r"tokens/s asked for, 99\.9% hit \(RAM 99\.9%, SSD 0\.0%\); ", busy.getMessage())
-    held = r"; RAM \d+(\.\d+)? kB of 10\.0 MB; SSD \d+(\.\d+)? kB of 50\.0 MB$"
-    assert re.search(held, busy.getMessage())
-    found = json.loads(JsonFormatter().format(busy))
-    assert found["message"] == busy.getMessage()
-    assert found.keys() == FIELDS | SSD_FIELDS | {"time", "level", "logger", "message"}
-    assert (found["level"], found["logger"]) == ("INFO", "prefixcache")
-
-
-def test_without_an_ssd_nothing_is_said_of_one():
-    with PrefixCache(ram="10MB", codec="raw") as cache:
-        stats = cache.stats()
-        fields = summed_up(stats, stats, 0.0)
-    assert fields.keys() == FIELDS
-    assert "SSD" not in in_words(fields)
-
-
-def running() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "prefixcache-summary"]
-
-
-def gone() -> bool:
-    return not running()
-
-
-def test_the_setting_log_every_logs_until_the_cache_is_closed(caplog):
-    caplog.set_level(logging.INFO, "prefixcache")
-    with PrefixCache(ram="10MB", codec="raw", log_every=0.05) as cache:
-        until(lambda: len(summaries(caplog)) >= 2)
-        assert cache.stats().ram_limit == 10e6
-    until(gone)
-
-
-def test_without_the_setting_there_is_no_thread():
-    with PrefixCache(ram="10MB", codec="raw"):
-        assert not running()
-
-
-def test_a_cache_that_nobody_has_any_more_ends_its_summaries_at_once():
-    cache = PrefixCache(ram="10MB", codec="raw")
-    summary = UsageLog(cache, 3600)
-    summary.start()
-    assert running()
-    del cache
-    gc.collect()
-    until(gone)
-    summary.look()  # says nothing of what is gone
-
-
-def test_a_summary_that_fails_is_told_and_the_next_comes(caplog):
-    class Failing:
-        calls = 0
-
-        def stats(self) -> Any:
-            self.calls += 1
-            if self.calls == 2:
-                raise OSError("no")
-            return stats
-
-    with PrefixCache(ram="10MB", codec="raw") as cache:
-        stats = cache.stats()
-    caplog.set_level(logging.INFO, "prefixcache")
-    failing = Failing()
-    summary = UsageLog(failing, 0.02)
-    summary.start()
-    until(lambda: summaries(caplog))
-    summary.stop()
-    until(gone)
-    assert [r.getMessage() for r in caplog.records if r.levelno == logging.ERROR] == [
-        "log_every=0.02: the cache could not be looked at"
-    ]
-    assert summaries(caplog)
-
-
 # -- a whole conversation ---------------------------------------------------------------------------------------------
 
 
@@ -263,8 +108,7 @@ def spoken(ids: list[int]) -> Iterator[str]:
         yield from (raw.hex(), repr(raw)[2:-1])
 
 
-def test_nothing_of_a_served_conversation_is_in_logs_metrics_and_top(tmp_path, monkeypatch):
-    monkeypatch.setenv("PREFIXCACHE_LOG_EVERY", "0.1")
+def test_nothing_of_a_served_conversation_is_in_logs_metrics_and_top(tmp_path):
     model, asked = save_model(tmp_path / "model"), [f"Xylograph {turn} quokkas?" for turn in range(2)]
     flags = ["--model", model, "--ssd-dir", tmp_path / "ssd", "--ssd", "100MB", "--log-level", "DEBUG", "--log-json"]
     flags += ["--salt-from", "authorization", "--require-salt"]
