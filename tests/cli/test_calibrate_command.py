@@ -107,6 +107,10 @@ def test_the_basis_of_a_model_is_found_by_its_identity_and_the_folder_holds_noth
     assert said["token_bytes"]["coded"] == read.coded_bytes(4) > 0
     assert said["token_bytes"]["ratio"] == read.fp16_bytes / read.coded_bytes(4)
     assert said["ram_bytes"] == read.nbytes
+    taken = {codec["codec"]: codec["token_bytes"] for codec in said["codecs"]}
+    assert [*taken] == ["raw", "turboquant:4", "transform:5", "transform:4", "transform:3"]
+    assert taken["raw"] == read.fp16_bytes > taken["turboquant:4"] > 0  # of a basis of random weights nothing is known
+    assert taken["transform:4"] == read.coded_bytes(4)
 
 
 def test_the_screen_says_what_is_transformed_and_what_to_write_next(call, tmp_path, calibrated, small):
@@ -114,8 +118,10 @@ def test_the_screen_says_what_is_transformed_and_what_to_write_next(call, tmp_pa
     done = call("calibrate", small, *SMALL, "--basis-dir", tmp_path)
     assert f"{tmp_path / calibrated.name} (was there)" in done.stdout
     assert "transformed: 2 of 2 layers, in 1 group" in done.stdout
-    assert "512 B in fp16" in done.stdout
     assert "times smaller" in done.stdout
+    rows = {line.split()[0]: line for line in done.stdout.splitlines() if line.split()}
+    assert rows["raw"].split()[:4] == ["raw", "512", "B", "0"]
+    assert max(len(rows[name]) for name in ("raw", "turboquant:4", "transform:5", "transform:4", "transform:3")) <= 80
     assert f"prefixcache serve --model {small} --codec transform --basis-dir {tmp_path}" in done.stdout
 
 

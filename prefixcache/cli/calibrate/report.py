@@ -7,13 +7,16 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from rich.table import Table
 from rich.text import Text
 
 from prefixcache.calibration.statistics import FISHER
 from prefixcache.cli.calibrate.anchor import LONG_ENOUGH
+from prefixcache.cli.calibrate.choices import choices, grid, saved_from
 from prefixcache.cli.calibrate.making import CalibratedBasis, reasons
 from prefixcache.cli.calibrate.options import Calibration
 from prefixcache.cli.evaluate.report import number
+from prefixcache.cli.tables import table
 from prefixcache.cli.text import foreign, many, size
 from prefixcache.codecs.transform.basis import GUESSED, MATCHED, NEAREST, Basis
 from prefixcache.codecs.transform.codec import QUALITY
@@ -61,6 +64,7 @@ def facts(calibrated: CalibratedBasis) -> dict[str, Any]:
         "quality": QUALITY,
         "token_bytes": {"fp16": fp16, "coded": coded, "ratio": fp16 / coded},
         "measured": basis.measured and basis.measured._asdict(),
+        "codecs": [choice._asdict() for choice in choices(basis)],
     }
 
 
@@ -73,8 +77,10 @@ def _windows(basis: Basis) -> list[str]:
     ]
 
 
-def screen(calibrated: CalibratedBasis, job: Calibration, basis_dir: Path | None) -> list[Text]:
-    """Return the lines. The last names model, adapter and `basis_dir` as they were given: a server wants the same."""
+def screen(calibrated: CalibratedBasis, job: Calibration, basis_dir: Path | None) -> list[Text | Table]:
+    """Return the lines, and what each codec would take. The last line names model, adapter and `basis_dir` as they were
+    given: a server wants the same.
+    """
     basis, coded, fp16 = calibrated.basis, calibrated.basis.coded_bytes(QUALITY), calibrated.basis.fp16_bytes
     inside = basis.layers
     layers, groups = many(inside + len(calibrated.left_out), "layer"), many(len(basis.groups), "group")
@@ -85,14 +91,15 @@ def screen(calibrated: CalibratedBasis, job: Calibration, basis_dir: Path | None
     ]
     if calibrated.left_out:
         lines.append(f"left to TurboQuant, or as they are: {reasons(calibrated.left_out)}")
-    small = f"{size(fp16)} in fp16, {size(round(coded))} coded at quality {QUALITY:g}"
+    tokens = saved_from(basis)
+    saved = f", which quality {QUALITY:g} saves from {tokens:,} tokens on, beside turboquant:4" if tokens else ""
     lines += [
-        f"a token in the transformed layers: {small}",
         f"on text it had not seen: {divergence(basis)}, {fp16 / coded:.1f} times smaller than fp16",
         *(line for line in (doubt(basis),) if line),
         f"errors are weighed {METRICS.get(basis.metric, WITHOUT_GRADIENT)}",
-        f"the basis takes {size(basis.nbytes)} of RAM",
+        f"the basis takes {size(basis.nbytes)} of RAM{saved}",
+        "a token in the transformed layers:",
     ]
     words = ["prefixcache", "serve", "--model", job.model, *(["--adapter-path", job.adapter] if job.adapter else [])]
     words += ["--codec", "transform", *(["--basis-dir", str(basis_dir)] if basis_dir else [])]
-    return [foreign(line) for line in (*lines, f"next: {shlex.join(words)}")]
+    return [*map(foreign, lines), table(grid(basis)), foreign(f"next: {shlex.join(words)}")]
