@@ -194,8 +194,9 @@ class PrefixCache:
         `prompt_cache` is mlx-lm's list of layer caches after these tokens; it is read, and never kept. When it
         has seen fewer positions than there are tokens, the tokens beyond are left out; when more, what lies beyond
         is. Where it ends inside a whole medium, only what lies before that is kept. `model` and `salt`: see `prompt`. The
-        codes of a `TurboQuantKVCache` are kept as they are; it shares blocks with plain caches of the model. The rows of
-        whole blocks are coded, those of an incomplete last one are kept as they are.
+        codes of a `TurboQuantKVCache` are kept as they are, but where a basis transforms what they decode to; it shares
+        blocks with plain caches of the model. The rows of whole blocks are coded, those of an incomplete last one are kept
+        as they are.
 
         With `write_back_from` the rows of whole blocks in `prompt_cache` become what a fetch would give, from the block of
         this token on (those before, which a fetch gave, are left alone). Call it so after each chunk of a prefill, which must
@@ -379,7 +380,8 @@ class PrefixCache:
             fetched, depth = taken_by_all(self.ranks, prompt, leave, decode)
         else:
             fetched, depth = decode(self._worth(prompt, leave))
-        prompt.given_rows.tokens = prompt.given_rows.state = depth
+        given = prompt.given_rows
+        given.tokens, given.state, given.codec = depth, depth, "" if fetched is None else fetched.codec
         self._count(prompt, depth, 0 if fetched is None else fetched.hot)
         duration = durations.fetch_hit if fetched is not None else durations.fetch_miss
         duration.observe(time.monotonic() - began)
@@ -741,7 +743,7 @@ class PrefixCache:
 
     def codec_of(self, model: str) -> Codec:
         """What codes the rows of this model, an identity. Of codec `Transform`: its `Calibrated` form with the model's basis,
-        which is looked for once and reserved in RAM; TurboQuant, with a warning, where there is none or no room for it.
+        which is reserved in RAM; TurboQuant, with a warning, where there is none yet or no room for it.
         """
         self._opened.check_open()
         return self._opened.namespaces.codec_of(model)

@@ -1,5 +1,5 @@
 """Codes that the store shares with live caches: are a live cache's those of a plan, with which levels, and a live cache made
-of stored ones. Nothing is encoded or decoded here.
+of stored ones. Nothing is encoded here; rows of live codes are decoded for a transform alone.
 
 The live cache's class is looked up by name: importing it imports mlx-lm, which takes seconds.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import mlx.core as mx
@@ -18,6 +19,7 @@ from prefixcache.codecs.levels import Levels
 from prefixcache.codecs.pieces import Piece
 from prefixcache.codecs.turboquant.codec import is_latent
 from prefixcache.codecs.turboquant.coding import Choice, LayerRows, Run, spans_of
+from prefixcache.codecs.turboquant.live import LevelStack, decode
 from prefixcache.layers import levels
 from prefixcache.layers.adapters import PARTS, PLAIN_CACHE, CacheError, Leaf
 from prefixcache.layers.image_layout import Plan
@@ -30,15 +32,10 @@ if TYPE_CHECKING:
 
 
 def check(plan: Plan, leaves: Sequence[Leaf]) -> None:
-    """Raise CacheError for a live cache that is coded otherwise than this plan codes its layer."""
+    """Raise CacheError for a live cache that is coded otherwise than this plan codes its layer, unless it transforms it."""
     for i, leaf in enumerate(leaves):
-        if leaf.codes is None:
+        if leaf.codes is None or is_transformed(plan, i):
             continue
-        if (i, PARTS[0]) in plan.joined_places:
-            raise CacheError(
-                f"layer {plan.layer_of[i]} (TurboQuantKVCache): its rows are coded already, and a transform would code them "
-                "twice; store what dequantize() gives, or open the PrefixCache with codec turboquant"
-            )
         row_codecs = row_codecs_of(plan, i)
         choice = leaf.codes.choice
         if not choice.same_codes(Choice.of(*row_codecs, plan.sink_tokens)):
@@ -55,6 +52,36 @@ def check(plan: Plan, leaves: Sequence[Leaf]) -> None:
                         f"layer {plan.layer_of[i]} (TurboQuantKVCache): the levels of its {part} are none that an image can "
                         f"keep of {heads} heads of {rows.width}; store what dequantize() gives"
                     )
+
+
+def is_transformed(plan: Plan, leaf: int) -> bool:
+    """Tell whether a leaf's rows are transformed: codes that it has are of no use then, only what they decode to."""
+    return (leaf, PARTS[0]) in plan.joined_places
+
+
+def decoded(leaf: Leaf, first: int, last: int) -> Leaf:
+    """Return a leaf without codes that has the rows of tokens `first` to `last` (not included): what its codes decode to, or
+    the exact ones beside them.
+    """
+    codes, arrays = leaf.codes, {}
+    assert codes is not None
+    (_, _, heads, key_width, dtype, _), (_, _, _, value_width, _, _) = leaf.layout["streams"]
+    forms = codes.choice.forms(LayerRows(heads, key_width, value_width, dtype))
+    exact = min(max(first, codes.choice.sink_tokens), last)
+    words = slice(codes.key_words), slice(codes.key_words, None)
+    for i, part in enumerate(PARTS):
+        pieces = [leaf.arrays[part][:, :, first:exact]] if first < exact else []
+        for low, high, of_layer in spans_of(codes.runs, 0, exact, last):
+            stack = LevelStack([getattr(of_layer, part)], forms[i], heads)
+            pieces.append(decode(codes.codes[:, :, low:high, words[i]], codes.scales[:, :, low:high, i], dtype, stack))
+        arrays[part] = mx.concatenate(pieces, axis=2)
+    mx.eval(arrays)
+    where = partial(_behind, first)
+    return Leaf(leaf.layout, leaf.positions, ((first, last),), arrays, where)
+
+
+def _behind(first: int, a: int, b: int) -> slice:
+    return slice(a - first, b - first)
 
 
 def _can_be_kept(of_part: Levels, shape: tuple[int, int], centred: bool) -> bool:

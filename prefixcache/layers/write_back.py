@@ -98,12 +98,13 @@ class WriteBack:
             self._decode(coded_window(self._plan.windowed[w], blocks))
 
     def _decode(self, groups: Sequence[CodedBlocks]) -> None:
-        """Add the rows of groups' blocks, but of those before `since`."""
+        """Add the rows of groups' blocks, but of those before `since`, and of live caches that have codes."""
         coded = [
             of._replace(
                 blocks=[(token, codes) for token, codes in of.blocks if token - token % BLOCK + BLOCK > self.since]
             )
             for of in groups
+            if any(self._leaves[leaf].codes is None for leaf, _ in of.joined.streams)
         ]
         if not coded or not coded[0].blocks:
             return
@@ -112,6 +113,8 @@ class WriteBack:
             for (joined, _), decoded in zip(coded, decode_joined(coded), strict=True):
                 for stretch in decoded.stretches:
                     for number, (leaf, stream) in enumerate(joined.streams):
+                        if self._leaves[leaf].codes is not None:
+                            continue
                         _, member = self._plan.tail_places[leaf][stream]
                         rows.append((member, stretch.first, stretch.rows(number, joined.coder.dtype)))
                 unchecked.append(decoded._replace(stretches=[]))

@@ -222,12 +222,18 @@ class RemoteTier:
         return Gap(namespace.row.root, tokens, keys, len(nodes), here, windows, namespace.tree.snapshots, has_window)
 
     def _namespaces(self, prompt: Prompt) -> Sequence[Namespace]:
-        """Return the prompt's namespaces; for a new tenant they are made, where the model's layouts are known."""
-        known = prompt.namespaces()
+        """Return the prompt's namespaces of the codec that the model is stored with; for a new tenant they are made, where
+        the model's layouts are known.
+        """
+        known = self._known(prompt)
         layouts = () if known else self._layouts.layouts_of(prompt.model)
         for layout in layouts:
             self._layouts.learn(prompt.model, layout, prompt.salt)
-        return prompt.namespaces() if layouts else known
+        return self._known(prompt) if layouts else known
+
+    def _known(self, prompt: Prompt) -> Sequence[Namespace]:
+        stated = self._layouts.stated(prompt.model)
+        return [namespace for namespace in prompt.namespaces() if namespace.row.stated[:2] == stated]
 
     def _learn(self, prompt: Prompt, limit: int, pace: Pace) -> Sequence[Namespace]:
         """Return the namespaces of layouts that other machines have told, if they come in time; `limit` tokens can be
@@ -257,7 +263,7 @@ class RemoteTier:
             text = client.calls.wait(future, max(until - time.monotonic(), 0.0))
             if text is not None:
                 self._learn_one(name, text, prompt)
-        return prompt.namespaces()
+        return self._known(prompt)
 
     def _read_layout(self, name: str) -> bytes | None:
         """Read a layout, on a thread of the client."""

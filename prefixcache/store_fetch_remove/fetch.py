@@ -40,11 +40,14 @@ class PinnedPrompt(NamedTuple):
 
 
 class FetchedPrompt(NamedTuple):
-    """A live prompt cache of so many tokens, which a fetch gives. The state of its first `hot` tokens was hot."""
+    """A live prompt cache of so many tokens, which a fetch gives, of a namespace with this codec (JSON). The state of its
+    first `hot` tokens was hot.
+    """
 
     layers: list[Any]
     tokens: int
     hot: int
+    codec: str
 
 
 def find(storage: Storage, prompt: Prompt, leave: int) -> PinnedPrompt | None:
@@ -99,7 +102,7 @@ class Fetches:
         deleted, and the hit ends before it.
         """
         if (hot := hot_hit(self._storage, prompt, leave)) is not None:
-            return FetchedPrompt(hot.state.layers(hot.depth), hot.depth, hot.depth)
+            return FetchedPrompt(hot.state.layers(hot.depth), hot.depth, hot.depth, hot.codec)
         hit = self.find(prompt, leave)
         while hit is not None:
             try:
@@ -125,7 +128,7 @@ class Fetches:
         copied = beginning.tokens if beginning is not None else 0
         if read_ahead is None and not copied:  # a copy's time is not the decoding's
             self._rates.learn_fetch(prompt.model, stored.tokens, time.monotonic() - began)
-        return FetchedPrompt(layers, stored.tokens, copied)
+        return FetchedPrompt(layers, stored.tokens, copied, hit.namespace.row.codec)
 
     def count(self, prompt: Prompt, depth: int, hot: int) -> None:
         """A request was given so many tokens, of which so many were hot: once, however often RAM was asked for them."""

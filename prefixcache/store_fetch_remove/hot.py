@@ -22,16 +22,18 @@ from prefixcache.tiers.storage import Storage
 
 
 class HotHit(NamedTuple):
-    """The first `depth` tokens of a prompt are hot."""
+    """The first `depth` tokens of a prompt are hot, in a namespace with this codec (JSON)."""
 
     state: Any
     depth: int
+    codec: str
 
 
 def keep_hot(storage: Storage, namespaces: Namespaces, prompt: Prompt, prompt_cache: list[Any]) -> int:
     """Keep a prompt cache's arrays for hits, as far as its tokens are stored. Return its bytes, 0 where it can't be kept."""
     reading = read(prompt_cache)
     namespace = namespaces.of_layout(prompt.model, reading.layout, prompt.salt)
+    prompt.given_rows.turn_to(namespace.row.codec)
     end = len(prompt) if reading.positions is None else min(len(prompt), reading.positions)
     tokens = tokens_to_keep(storage, namespace, prompt, end, agreed=reading.agreed)
     try:
@@ -86,7 +88,7 @@ def hot_hit(storage: Storage, prompt: Prompt, leave: int) -> HotHit | None:
         if hot is None:
             return None
         storage.hot.touch(hot)
-        return HotHit(hot.state, depth)
+        return HotHit(hot.state, depth, storage.namespaces[hot.root].row.codec)
 
 
 def hot_blocks(storage: Storage, prompt: Prompt, namespace: Namespace, depth: int) -> HotHit | None:
@@ -99,7 +101,7 @@ def hot_blocks(storage: Storage, prompt: Prompt, namespace: Namespace, depth: in
         if best is None:
             return None
         storage.hot.touch(best)
-        return HotHit(best.state, tokens)
+        return HotHit(best.state, tokens, namespace.row.codec)
 
 
 def hot_beginning(storage: Storage, prompt: Prompt, namespace: Namespace, depth: int) -> DecodedBeginning | None:

@@ -99,7 +99,10 @@ class LiveMaker:
         self._namespace, self._plan = namespace, namespace.plan
         self._leaves, self._limit, self.since = leaves, limit, since
         live_codes.check(self._plan, leaves)
-        self.has_codes = any(leaf.codes is not None for leaf in leaves)
+        coded = {i: leaf for i, leaf in enumerate(leaves) if leaf.codes is not None}
+        # What a transform is to code is decoded batch by batch: decision 0059.
+        self._to_decode = {i: leaf for i, leaf in coded.items() if live_codes.is_transformed(self._plan, i)}
+        self.has_codes = len(coded) > len(self._to_decode)
         self._copies_later = not on_cpu() and not (self.has_codes or self._plan.windows or self._plan.joined)
         if not self._copies_later:
             evaluate(leaves)
@@ -109,7 +112,8 @@ class LiveMaker:
         self.state = self._plan.describe_state(leaves) if with_snapshot and self.not_finite is None else None
         self._state_back: list[tuple[mx.array, mx.array]] = []  # live arrays, each with what becomes of it
         self.recoded = 0
-        self.is_written_back = since is not None  # all rows of whole blocks, as far as they are kept
+        # All rows of whole blocks, as far as they are kept.
+        self.is_written_back = since is not None and not self._to_decode
         # Of joined layers, by image: for each section of its joined. From `encoded` to `make`.
         self._codes: dict[tuple[ImageKind, bytes], list[Sequence[Codes | None]]] = {}
 
@@ -131,6 +135,7 @@ class LiveMaker:
 
     def encoded(self, jobs: list[ImageJob]) -> list[ImageJob]:
         plan = self._plan
+        self._decode_rows_of(jobs)
         jobs = [self._taking_over(job) for job in (jobs if self._copies_later else self._finite(jobs))]
         jobs = [job if self._is_decodable(job) else self._of_live_rows(job) for job in jobs]
         jobs = [job for job in jobs if job.kind != WINDOW or any(job.mask)]
@@ -147,6 +152,14 @@ class LiveMaker:
         for number, job in enumerate(windows if any(of_windows) else []):
             self._codes[WINDOW, job.key] = [[of[number] for of in of_groups] for of_groups in of_windows]
         return [self._sized(job) for job in jobs]
+
+    def _decode_rows_of(self, jobs: list[ImageJob]) -> None:
+        """Decode the rows of these jobs in live codes that a transform is to code."""
+        rows = [job for job in jobs if job.kind == ROWS]
+        if rows and self._to_decode:
+            first, last = min(job.start for job in rows), min(max(job.end for job in rows), self._limit)
+            decoded = {i: live_codes.decoded(leaf, first, last) for i, leaf in self._to_decode.items()}
+            self._leaves = [decoded.get(i, leaf) for i, leaf in enumerate(self._leaves)]
 
     def _finite(self, jobs: list[ImageJob]) -> list[ImageJob]:
         """The jobs for the blocks before that of the first row that isn't finite."""
@@ -292,7 +305,9 @@ class LiveMaker:
 
     def _compare_codes(self, jobs: list[ImageJob], drafts: list[ImageDraft]) -> None:
         """Count the tokens whose codes are others than the live cache's."""
-        if self.has_codes:
+        if self._to_decode:
+            self.recoded += sum(job.length - job.source.tokens for job in jobs if job.kind == ROWS and job.coded)
+        elif self.has_codes:
             self.recoded += sum(
                 self.coded_otherwise(job.start + job.source.tokens, job.end, draft.tensors)
                 for job, draft in zip(jobs, drafts, strict=True)

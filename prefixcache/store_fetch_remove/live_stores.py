@@ -40,6 +40,9 @@ class LiveStores:
             prompt.form.learn(reading.layout)
         namespace = self._namespaces.of_layout(prompt.model, reading.layout, prompt.salt)
         plan = namespace.plan
+        recoded = prompt.given_rows.turn_to(namespace.row.codec)  # decision 0059
+        if recoded and write_back_from is not None:
+            write_back_from = 0
         agreed = reading.agreed and limit == seen and reading.positions in (None, seen)
         if self._recorder is not None and (snapshot or write_back_from is None):
             root = self._namespaces.recorded_root(prompt.model, prompt.salt)
@@ -51,6 +54,7 @@ class LiveStores:
             with_snapshot=bool(plan.snapshots) and agreed and snapshot,
             since=None if plan.lossless else write_back_from,
         )
+        maker.recoded += recoded
         return StoreCall(self._storage, namespace, prompt, limit, maker, sys.intern(prompt.terms.label))
 
     def warn_of(self, call: StoreCall) -> None:

@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from prefixcache.blocks.budget import Reservation
 from prefixcache.codecs import Codec, codec_from_spec
@@ -27,11 +27,26 @@ ROOTS = 1024  # root keys that are remembered
 BASES_SHARE = (
     4  # of the RAM, that all bases in use may take: half of it is the graph's, and the rest has to hold images
 )
+SETTLED = 2 * 10**9  # nanoseconds after which no file can come into a folder without another time of change
+
+
+class ModelCodec(NamedTuple):
+    """What codes a model's rows, and its spec as JSON."""
+
+    codec: Codec
+    text: str
+
+    @classmethod
+    def of(cls, codec: Codec) -> ModelCodec:
+        return cls(codec, canonical(codec.spec()))
 
 
 class Namespaces:
     """The namespaces that are known, by model and salt. The storage's lock guards all but the root keys, which any
     thread may derive, and the models' codecs, which have `_codecs_lock`: a basis is read without the storage's lock.
+
+    Of codec `Transform` a model has two: what its rows are coded by, and behind it, once there is a basis, what codes them
+    without one. What that has stored is hit, too (decision 0059).
 
     What an index names has a plan without a basis at first, which is enough to place its images. The plan that codes rows
     comes when the model is asked for: a directory may have many models, and bases are large.
@@ -40,48 +55,50 @@ class Namespaces:
     def __init__(self, storage: Storage, codec: Codec, bases: Bases):
         self._storage = storage
         self._codec, self._bases = codec, bases
-        self._usual = codec, canonical(codec.spec())
-        self._codecs: dict[str, tuple[Codec, str]] = {}  # of models, where it differs, with the text of their specs
+        self._usual = (ModelCodec.of(codec),)
+        self._codecs: dict[str, tuple[ModelCodec, ...]] = {}  # of models, where they differ
+        self._looked_at: dict[str, int] = {}  # of models without a basis: the folder as it was looked for in
         self._codecs_lock = threading.Lock()
         self._reserved: dict[str, Reservation] = {}  # RAM of the bases in use, by their hashes
         self._layouts: dict[str, set[str]] = {}  # of each model
         self._plans: dict[tuple[str, str], Plan] = {}  # by codec and layout: models and salts share them
-        self._roots: dict[tuple[str, str, bytes], bytes] = {}
+        self._roots: dict[tuple[str, str, str, bytes], bytes] = {}
         self._sweep_at = SWEEP_AT
 
     def from_row(self, row: NamespaceRow) -> Namespace | None:
         """A namespace that an index names. None, with a warning, when this process can't make its caches."""
         try:
-            codec = codec_from_spec(json.loads(row.codec))
-            return self._make(row, self._plan_of(codec, canonical(codec.spec()), row.layout))
+            of_row = ModelCodec.of(codec_from_spec(json.loads(row.codec)))
+            return self._make(row, self._plan_of(of_row, row.layout))
         except Exception as error:
             log.warning("namespace %s of model %r cannot be loaded: %s", row.root.hex(), row.model, error)
             return None
 
     def derive_roots(self, model: str, salt: bytes) -> None:
-        """Derive the root keys that `known` looks up, before it is called under the lock."""
-        self._codec_of(model)
-        for layout in tuple(self._layouts.get(model, ())):
-            self._root(model, layout, salt)
+        """Derive the root keys that `known` looks up, before it is called under the lock; look for a basis before."""
+        self._look_for_basis(model)
+        for of_model in self._codecs_of(model):
+            for layout in tuple(self._layouts.get(model, ())):
+                self._root(model, of_model, layout, salt)
 
     def known(self, model: str, salt: bytes) -> list[Namespace]:
-        """Those of a model and a salt: one for each layout that its caches have had."""
-        codec, codec_text = self._codec_of(model)
+        """Those of a model and a salt: one for each of its codecs, in their order, and each layout its caches have had."""
+        codecs = self._codecs_of(model)
         with self._storage.lock:
             found = []
-            for layout in self._layouts.get(model, ()):
-                namespace = self._storage.namespaces.get(self._root(model, layout, salt))
-                if namespace is not None and namespace.row.stated == (model, codec_text, layout):
-                    found.append(self._planned(namespace, codec))
+            for of_model in codecs:
+                for layout in self._layouts.get(model, ()):
+                    namespace = self._storage.namespaces.get(self._root(model, of_model, layout, salt))
+                    if namespace is not None and namespace.row.stated == (model, of_model.text, layout):
+                        found.append(self._planned(namespace, of_model))
             return found
 
     def of_layout(self, model: str, layout: dict[str, Any], salt: bytes) -> Namespace:
         """The namespace of a layout, made when it isn't there."""
-        text, storage = canonical(layout), self._storage
-        root = self._root(model, text, salt)
-        codec, codec_text = self._codec_of(model)
+        text, storage, of_model = canonical(layout), self._storage, self._codecs_of(model)[0]
+        root = self._root(model, of_model, text, salt)
         with storage.lock:
-            row = NamespaceRow(root, model, codec_text, text, time.time())
+            row = NamespaceRow(root, model, of_model.text, text, time.time())
             known = storage.namespaces.get(root)
             if known is not None and known.row.stated != row.stated:  # nobody else could tell, if there is a salt
                 log.warning("namespace %s was forged: it is not what model %r makes; deleted", root.hex(), model)
@@ -90,12 +107,12 @@ class Namespaces:
                 if len(storage.namespaces) >= self._sweep_at:
                     storage.forget_empty_namespaces()
                     self._sweep_at = max(SWEEP_AT, 2 * len(storage.namespaces))
-                storage.namespaces[root] = self._make(row, self._plan_of(codec, codec_text, text))
-            return self._planned(storage.namespaces[root], codec)
+                storage.namespaces[root] = self._make(row, self._plan_of(of_model, text))
+            return self._planned(storage.namespaces[root], of_model)
 
     def stated(self, model: str) -> tuple[str, str]:
-        """What of a namespace follows from its model: the model and its codec, as JSON."""
-        return model, self._codec_of(model)[1]
+        """What of a namespace follows from its model: the model, and what codes its rows, as JSON."""
+        return model, self._codecs_of(model)[0].text
 
     def layouts_of(self, model: str) -> Sequence[str]:
         """The layouts (JSON) that the model's caches have had here, under any salt."""
@@ -114,12 +131,13 @@ class Namespaces:
             raise ValueError(f"{type(error).__name__}: {error}") from error
 
     def recorded_root(self, model: str, salt: bytes) -> bytes:
-        """What a recording's ids begin from: the same for all layouts, so also before a namespace is known."""
-        return self._root(model, "{}", salt)
+        """What a recording's ids begin from: the same for all layouts, so also before a namespace or a basis is known."""
+        return self._root(model, self._usual[0], "{}", salt)
 
     def codec_of(self, model: str) -> Codec:
         """What codes a model's rows."""
-        return self._codec_of(model)[0]
+        self._look_for_basis(model)
+        return self._codecs_of(model)[0].codec
 
     def _make(self, row: NamespaceRow, plan: Plan) -> Namespace:
         self._layouts.setdefault(row.model, set()).add(row.layout)
@@ -127,45 +145,59 @@ class Namespaces:
         keeps_tails = not (plan.lossless or has_snapshots)
         return Namespace(row, plan, self._storage.graph.tree(row.root, plan.windows, has_snapshots, keeps_tails))
 
-    def _planned(self, namespace: Namespace, codec: Codec) -> Namespace:
+    def _planned(self, namespace: Namespace, of_model: ModelCodec) -> Namespace:
         """The namespace with the plan that codes its rows."""
         row = namespace.row
-        plan = self._plan_of(codec, row.codec, row.layout)
+        plan = self._plan_of(of_model, row.layout)
         if namespace.plan is not plan:
             self._storage.namespaces[row.root] = namespace = namespace._replace(plan=plan)
         return namespace
 
-    def _plan_of(self, codec: Codec, codec_text: str, layout: str) -> Plan:
-        plan = self._plans.get((codec_text, layout))
+    def _plan_of(self, of_model: ModelCodec, layout: str) -> Plan:
+        plan = self._plans.get((of_model.text, layout))
         if plan is None:
-            plan = Plan(json.loads(layout), codec)
+            plan = Plan(json.loads(layout), of_model.codec)
             plan.check_classes()
-            self._plans[codec_text, layout] = plan
+            self._plans[of_model.text, layout] = plan
         return plan
 
-    def _root(self, model: str, layout: str, salt: bytes) -> bytes:
-        known = self._roots.get((model, layout, salt))
+    def _root(self, model: str, of_model: ModelCodec, layout: str, salt: bytes) -> bytes:
+        known = self._roots.get((model, of_model.text, layout, salt))
         if known is None:
-            known = root_key(model, self._codec_of(model)[0].spec(), json.loads(layout), salt)
+            known = root_key(model, of_model.codec.spec(), json.loads(layout), salt)
             if len(self._roots) >= ROOTS:
                 self._roots.clear()
-            self._roots[model, layout, salt] = known
+            self._roots[model, of_model.text, layout, salt] = known
         return known
 
-    def _codec_of(self, model: str) -> tuple[Codec, str]:
-        """What codes a model's rows, and its spec's text. The first call for a model may read its basis: `derive_roots` makes
-        it before the storage's lock is taken.
+    def _codecs_of(self, model: str) -> tuple[ModelCodec, ...]:
+        """What codes a model's rows, and behind it what has stored others that are hit. The first call for a model may read
+        its basis: `derive_roots` makes it before the storage's lock is taken.
         """
         if not isinstance(self._codec, Transform):
             return self._usual
-        known = self._codecs.get(model)
-        if known is None:
-            with self._codecs_lock:
-                if model not in self._codecs:
-                    codec = self._within_budget(self._codec.for_model(model, self._bases), model)
-                    self._codecs[model] = codec, canonical(codec.spec())
-                known = self._codecs[model]
-        return known
+        if model not in self._codecs:
+            self._look_for_basis(model)
+        return self._codecs[model]
+
+    def _look_for_basis(self, model: str) -> None:
+        """Look for a basis of a model that has none, where the folder has changed since it was looked for."""
+        if not isinstance(self._codec, Transform) or len(self._codecs.get(model, ())) > 1:  # it has one
+            return
+        changed = self._bases.changed_at()
+        if changed == self._looked_at.get(model):
+            return
+        with self._codecs_lock:
+            known = self._codecs.get(model, ())
+            if len(known) > 1:
+                return
+            codec = self._within_budget(self._codec.for_model(model, self._bases), model)
+            codecs: list[Codec] = [codec, codec.otherwise] if isinstance(codec, Calibrated) else [codec]
+            self._codecs[model] = tuple(map(ModelCodec.of, codecs))
+            if time.time_ns() - changed > SETTLED:
+                self._looked_at[model] = changed
+        if known and isinstance(codec, Calibrated):
+            log.info("model %s: a basis was made, and codes its rows from now on: %s", model, codec)
 
     def _within_budget(self, codec: Codec, model: str) -> Codec:
         """The codec, once RAM has room for its basis; without it what codes the rows otherwise."""

@@ -68,11 +68,23 @@ class PromptTerms:
 @dataclass
 class GivenRows:
     """Of how many leading tokens the caller's layers have the rows that a fetch gives: those of a hit, and those that stores
-    wrote back since. `state`: behind how many tokens they have the recurrent state that a fetch gives.
+    wrote back since. `state`: behind how many tokens they have the recurrent state that a fetch gives. `codec` (JSON): that
+    of the namespace that gave them.
     """
 
     tokens: int = 0
     state: int = 0
+    codec: str = ""
+
+    def turn_to(self, codec: str) -> int:
+        """Go on with a namespace of this codec. Return of how many tokens one of another codec gave the rows: this one gives
+        others, so it has given none yet.
+        """
+        others = self.tokens if self.codec not in ("", codec) else 0
+        if others:
+            self.tokens = self.state = 0
+        self.codec = codec
+        return others
 
 
 class Prompt:

@@ -15,8 +15,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, precondition, rule
+from mlx_lm.models.cache import KVCache
 
-from prefixcache import chunks
+from prefixcache import TurboQuantKVCache, chunks
 from prefixcache.blocks.budget import Budget
 from prefixcache.ssd import open_directory, writer
 from prefixcache.store_fetch_remove import namespaces
@@ -83,6 +84,7 @@ class CacheMachine(RuleBasedStateMachine):
     codec = "raw"
     any_boundary = True
     recurrent = False
+    recodes = False  # whether hits may be of another codec than what is stored now
 
     @initialize(
         ram=st.sampled_from([120_000, 400_000, 5_000_000]),
@@ -225,7 +227,8 @@ class CacheMachine(RuleBasedStateMachine):
             self.check(made, tokens[:depth])
             self.note_stored(tokens[:depth], stored.tokens)
             if self.roomy:
-                assert (stored.tokens, stored.new_tokens) == (depth, 0)
+                assert stored.tokens == depth
+                assert stored.new_tokens == 0 or self.recodes
             self.fetch(tokens[:depth], 1)
 
     @rule(tokens=prompts, runs=RUNS)
@@ -598,8 +601,11 @@ class RecurrentMachine(LevelledMachine):
 
 
 class TransformMachine(LevelledMachine):
-    """Whole blocks are coded across layers, each in as many bytes as it takes. The basis may take more of a small RAM."""
+    """Whole blocks are coded across layers, each in as many bytes as it takes. The basis may take more of a small RAM, and
+    may be made while the cache runs.
+    """
 
+    prompts = CacheMachine.prompts
     codec = "transform:6"
     windows: tuple[int | None, ...] = (0, 0)
 
@@ -608,17 +614,62 @@ class TransformMachine(LevelledMachine):
         tier=st.sampled_from(["both", "ram only"]),
         spill=st.sampled_from(["drop", "wait"]),
         close=st.booleans(),
+        calibrated=st.booleans(),
     )
-    def open(self, ram, tier, spill, close):
+    def open(self, ram, tier, spill, close, calibrated):
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(namespaces, "BASES_SHARE", 1)
+        self.calibrated = calibrated
         super().open(ram, tier, spill, close)
 
     def _open(self):
-        self.options["basis_dir"] = uneven_bases(self.windows)
+        self.options["basis_dir"] = self.dir / "bases"
+        if self.calibrated:
+            shutil.copytree(uneven_bases(self.windows), self.dir / "bases", dirs_exist_ok=True)
         super()._open()
         self.cache.match([1], model="m")  # its basis is read
-        assert self.cache.stats().ram_reserved > 300_000
+        assert (self.cache.stats().ram_reserved > 300_000) == self.calibrated
+
+    @precondition(lambda self: not self.calibrated)
+    @rule()
+    def calibrate(self):
+        """What stands is hit as before, and what is stored next is transformed."""
+        known = {tuple(tokens): self.cache.match(tokens, model="m").ssd for tokens in self.stored}
+        self.calibrated = self.recodes = True
+        shutil.copytree(uneven_bases(self.windows), self.dir / "bases", dirs_exist_ok=True)
+        codec = self.cache.codec_of("m")
+        if self.roomy:
+            assert str(codec).startswith("transform")
+            assert {tokens: self.cache.match(list(tokens), model="m").ssd for tokens in known} == known
+
+    @rule(tokens=prompts, runs=RUNS)
+    def go_on_from_a_hit(self, tokens, runs):
+        """What is generated on is what is stored, by whichever codec the hit was coded."""
+        longer = [*tokens, *spell(runs)]
+        prompt = self.cache.prompt(longer, model="m")
+        live, rest = self.cache.fetch(prompt, promote=True)
+        if live is None:
+            return
+        depth = len(longer) - len(rest)
+        states.fed_uneven(live, longer, depth)
+        self.note_stored(longer, self.cache.store(prompt, live, write_back_from=depth).tokens)
+        if self.roomy:
+            self.sure.append(longer)
+            self.as_images_give(longer, len(longer), live)
+
+    @rule(tokens=prompts)
+    def store_live_codes(self, tokens):
+        """What a live cache has coded is decoded for the transform; plain ones hit it."""
+        live = [
+            TurboQuantKVCache(layer=i).filled_from(own) if type(own) is KVCache else own
+            for i, own in enumerate(self.make(tokens))
+        ]
+        stored = self.cache.store(tokens, live, model="m")
+        self.note_stored(tokens, stored.tokens)
+        if self.roomy:
+            assert stored.tokens == len(tokens)
+            self.sure.append(tokens)
+        self.fetch(tokens, 0)
 
     def teardown(self):
         super().teardown()

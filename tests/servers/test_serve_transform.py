@@ -109,9 +109,23 @@ def test_without_a_basis_one_line_says_what_to_run_and_rows_are_turboquants(tmp_
     (warning,) = warnings_of(said)
     adapted = f" --adapter-path {adapter}" if adapter else ""
     assert f"no basis of model {model_identity(model, adapter)} in {folder}" in warning
-    assert f"run `prefixcache calibrate '{model}'{adapted} --basis-dir {folder}` and start again" in warning
+    assert f"run `prefixcache calibrate '{model}'{adapted} --basis-dir {folder}`" in warning
     assert "coded by turboquant k4 v4" in warning
     assert "codec turboquant k4 v4" in line
+
+
+def test_a_basis_that_is_made_while_the_server_runs_codes_the_next_prompt(model, basis, tmp_path):
+    folder = tmp_path / "bases"
+    with starting(serve, tmp_path / "log", *LIMITS, "--model", model, "--basis-dir", folder) as server:
+        server.ready()
+        chat(server, SYSTEM, QUESTIONS[:1])
+        folder.mkdir()
+        shutil.copy(basis, folder)
+        turned, again = (chat(server, SYSTEM, QUESTIONS) for _ in range(2))
+        assert "a basis was made, and codes its rows from now on: transform quality 4" in server.said()
+    assert turned[0].computed == 1  # what TurboQuant stored is hit
+    assert again[1].computed == 1
+    assert [answer.text for answer in again] == [answer.text for answer in turned]
 
 
 @pytest.mark.skipif(MLX_LM_0_31, reason="its server forgets the adapter of the command line")
@@ -161,4 +175,4 @@ def test_warm_without_a_basis_says_what_to_run(tmp_path):
     done = forked.run(warm, *flags, "--ssd", "200MB", prompts)
     assert done.returncode == 0, done.stderr
     (line,) = done.stderr.splitlines()
-    assert f"run `prefixcache calibrate {model} --basis-dir {tmp_path / 'bases'}` and start again" in line
+    assert f"run `prefixcache calibrate {model} --basis-dir {tmp_path / 'bases'}`" in line

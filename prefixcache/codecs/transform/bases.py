@@ -60,6 +60,13 @@ class Bases:
         except OSError as error:
             raise BasisError(f"basis {path}: {error.strerror}") from None
 
+    def changed_at(self) -> int:
+        """Return when a file last came or went, in nanoseconds; 0 where there is no folder."""
+        try:
+            return self.folder.stat().st_mtime_ns
+        except OSError:
+            return 0
+
     def path_of(self, digest: str) -> Path | None:
         """Return the file that is called after this hash; None where there is none."""
         return next((path for path in self.files() if path.name.endswith(f"{digest}{SUFFIX}")), None)

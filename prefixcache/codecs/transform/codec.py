@@ -92,7 +92,7 @@ class Transform:
         if model not in _warned:
             _warned.add(model)
             log.warning(
-                "no basis of model %s in %s: its rows are coded by %s until you run `%s` and start again",
+                "no basis of model %s in %s: its rows are coded by %s until you run `%s`",
                 model,
                 folder,
                 self.otherwise,

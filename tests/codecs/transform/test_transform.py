@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
-from prefixcache import CacheError, PrefixCache, Transform
+from prefixcache import PrefixCache, Transform, TurboQuant
 from prefixcache.codecs.transform import bases as bases_module
 from prefixcache.codecs.transform import codec as codec_module
 from prefixcache.codecs.transform.bases import Bases
 from prefixcache.codecs.transform.basis import Basis
 from prefixcache.live.turboquant import TurboQuantKVCache
+from prefixcache.store_fetch_remove import namespaces, store
 from tests.inside import inside
 from tests.models import states
 from tests.models.transforming import SINKS, Tiny, prompt, tiny
@@ -295,8 +296,30 @@ def test_a_compressed_hit_has_decoded_rows_coded_by_turboquant(calibrated, promo
     assert all(isinstance(layer, TurboQuantKVCache) for layer in live)
     for mine, theirs in zip(live, plain, strict=True):
         assert mine.offset == theirs.offset == len(TOKENS)
-    with pytest.raises(CacheError, match=r"layer 0 \(TurboQuantKVCache\).*dequantize\(\).*codec turboquant"):
-        cache.store([*TOKENS, 1], model.prefill([1], live), model=model.identity)
+    assert cache.store([*TOKENS, 1], model.prefill([1], live), model=model.identity).tokens == len(TOKENS) + 1
+    cache.check_integrity()
+
+
+@pytest.mark.parametrize("left_over", [0, 1])
+def test_live_codes_are_stored_as_the_rows_that_they_decode_to(calibrated, opened, left_over, monkeypatch):
+    monkeypatch.setattr(store, "BATCH", 1)  # blocks that are decoded at once
+    model, cache = calibrated("llama-bf16", left_over=left_over, disk=False)
+    codec = (
+        TurboQuant() if left_over else TurboQuant(3, 4, sink_tokens=5)
+    )  # what is not transformed has the codec's codes
+    live = [
+        TurboQuantKVCache(codec, recent_tokens=0, layer=i).filled_from(layer)
+        for i, layer in enumerate(model.prefill(TOKENS))
+    ]
+    assert cache.store(TOKENS, live, model=model.identity, write_back_from=0).tokens == len(TOKENS)
+    assert cache.stats().counters.recoded_tokens == (len(TOKENS) if left_over else 512)
+    assert cache.keep_hot(cache.prompt(TOKENS, model=model.identity), live) == 0
+    other = opened(basis_dir=cache.settings.basis_dir, disk=False)
+    decoded = [layer.dequantize() for layer in live]
+    other.store(TOKENS, decoded, model=model.identity)
+    transformed = 4 - left_over
+    one, two = (rows(fetched(each, model, TOKENS)[:transformed], 512) for each in (cache, other))
+    assert same(one, two)
     cache.check_integrity()
 
 
@@ -366,11 +389,51 @@ def test_a_model_without_a_basis_is_coded_by_turboquant_and_that_is_said_once(op
         stored(transformed, model, TOKENS, salt=b"other")
     assert [message for message in caplog.messages if "prefixcache calibrate" in message] == [
         f"no basis of model {model.identity} in {tmp_path / 'none'}: its rows are coded by turboquant k4 v4 until you run "
-        "`prefixcache calibrate MODEL` and start again"
+        "`prefixcache calibrate MODEL`"
     ]
     stored(turboquant, model, TOKENS)
     one, other = fetched(transformed, model, TOKENS), fetched(turboquant, model, TOKENS)
     assert same(rows(one, len(TOKENS)), rows(other, len(TOKENS)))
+
+
+def test_a_basis_that_is_made_while_a_cache_runs_codes_the_next_prompt_and_what_stands_is_hit(opened, tmp_path, caplog):
+    model, more = tiny(LLAMA), prompt(300, 9)
+    cache = opened(basis_dir=tmp_path / "bases")
+    stored(cache, model, TOKENS)
+    with caplog.at_level(logging.INFO, "prefixcache"):
+        model.saved(tmp_path / "bases")
+        asked = cache.prompt([*TOKENS, *more], model=model.identity)
+        live, rest = cache.fetch(asked)
+    assert "a basis was made, and codes its rows from now on: transform quality 4 basis" in caplog.text
+    assert rest == more
+    live = model.prefill(more, live)
+    cache.store(asked, live, write_back_from=len(TOKENS))
+    assert cache.stats().counters.recoded_tokens == len(TOKENS)
+    assert "z" in set().union(*is_transformed(cache))
+    assert asked.given_rows.tokens == 768
+    assert same(rows(fetched(cache, model, [*TOKENS, *more]), 768), rows(live, 768))
+    cache.close()
+    again = opened(basis_dir=tmp_path / "bases")  # what either codec stored is known to the next cache
+    parted = [*TOKENS[:512], *prompt(100, 10)]
+    assert again.promote([*TOKENS, *more], model=model.identity).result(30) == 1000
+    assert again.match(parted, model=model.identity).ram == 512
+
+
+def test_a_folder_of_bases_is_read_again_when_it_has_changed(opened, tmp_path, monkeypatch):
+    looks, files, model = [], Bases.files, tiny(LLAMA)
+    monkeypatch.setattr(Bases, "files", lambda self: looks.append(1) or files(self))
+    monkeypatch.setattr(namespaces, "SETTLED", 0)
+    cache = opened(basis_dir=tmp_path, disk=False)
+    for _ in range(3):
+        cache.prompt(TOKENS, model=model.identity)
+    assert len(looks) == 1
+    tiny("llama-bf16").saved(tmp_path)  # another model's
+    for _ in range(3):
+        cache.prompt(TOKENS, model=model.identity)
+    assert str(cache.codec_of(model.identity)) == "turboquant k4 v4"
+    before = len(looks)
+    cache.prompt(TOKENS, model=model.identity)
+    assert len(looks) == before
 
 
 def test_a_basis_of_other_weights_is_never_used_whatever_its_name(calibrated):
