@@ -1,5 +1,5 @@
-"""A prompt's pictures as a processor prepared them: which placeholder tokens stand for each, and which part of the arrays is
-its own. Servers that run mlx-vlm's models make a prompt's `Media` of it, and what the encoder is given of a rest.
+"""A prompt's pictures, sounds and videos as a processor prepared them: which placeholder tokens each has, and which part of
+the arrays is its own. Servers of mlx-vlm's models make a prompt's `Media` of it, and what the encoder is given of a rest.
 """
 
 from __future__ import annotations
@@ -16,20 +16,39 @@ from mlx.utils import tree_flatten
 from prefixcache.codecs.interchange import copy_out
 from prefixcache.media import Media, media_digest
 
-PLACEHOLDERS = tuple(f"{kind}_token_{name}" for kind in ("image", "video", "audio") for name in ("id", "index"))
-GRID = "image_grid_thw"  # patches of each picture: frames, rows, columns
+KINDS = {  # of media, and what processors make of each
+    "image": ("pixel_values", "image_grid_thw", "image_position_ids"),
+    "video": ("pixel_values_videos", "video_grid_thw", "video_position_ids", "num_frames_per_video"),
+    "audio": ("input_features", "input_features_mask"),
+}
+GRIDS = ("image_grid_thw", "video_grid_thw")  # patches of each picture or video: frames, rows, columns
+FRAMES = "num_frames_per_video"
 PLAIN = (bool, int, float, str)
 OF_TOKENS = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")  # these follow from the tokens
 
+# Families whose encoders see each group of a video's frames by itself, and those that take media of several kinds.
+FRAMES_APART = frozenset({"gemma4", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"})
+KINDS_APART = frozenset({"gemma4"})
+
+
+class Placeholders(NamedTuple):
+    """A model's placeholder tokens, and the kind of media that each is for. A video's groups of frames may count one by one
+    with `frames_apart`, and media of several kinds with `kinds_apart`.
+    """
+
+    kinds: Mapping[int, str]
+    frames_apart: bool = False
+    kinds_apart: bool = False
+
 
 class MediaInputs(NamedTuple):
-    """The media of a prompt, and by name what the model is given beside the tokens, in as many parts as there are media; in
-    no parts (`arrays` alone) where it can't be told which medium has which.
+    """The media of a prompt, and by name what the model is given beside the tokens: of all media (`arrays`), and of each one;
+    `parts` is None where it can't be told which medium has which.
     """
 
     media: tuple[Media, ...]
     arrays: Mapping[str, Any]
-    parts: Mapping[str, Sequence[Any]] | None
+    parts: Sequence[Mapping[str, Any]] | None
 
     def between(self, start: int, end: int) -> dict[str, Any]:
         """Return what the model is given beside the tokens from `start` to `end`. ValueError where that can't be told."""
@@ -40,53 +59,103 @@ class MediaInputs(NamedTuple):
             return dict(self.arrays)
         if self.parts is None:
             raise ValueError("these inputs can't be divided among the prompt's media")
-        return {name: _joined(parts[first:last]) for name, parts in self.parts.items()}
+        parts = self.parts[first:last]
+        names = {name: None for part in parts for name in part}
+        return {name: _joined([part[name] for part in parts if name in part]) for name in names}
 
 
-def placeholders_of(config: Any) -> frozenset[int]:
-    """Return the ids of a model's placeholder tokens, as its configuration names them."""
-    named = (getattr(config, name, None) for name in PLACEHOLDERS)
-    return frozenset(token for token in named if isinstance(token, int))
+def placeholders_of(config: Any) -> Placeholders:
+    """Return the placeholders of a model, as its configuration names them."""
+    named = ((getattr(config, f"{kind}_token_{name}", None), kind) for kind in KINDS for name in ("id", "index"))
+    kinds = {token: kind for token, kind in named if isinstance(token, int)}
+    family = getattr(config, "model_type", None)
+    return Placeholders(kinds, family in FRAMES_APART, family in KINDS_APART)
 
 
-def media_inputs(tokens: Sequence[int], inputs: Mapping[str, Any], placeholders: Iterable[int]) -> MediaInputs:
+def media_inputs(tokens: Sequence[int], inputs: Mapping[str, Any], placeholders: Placeholders) -> MediaInputs:
     """Return the media of a prompt whose processor made `inputs` (mlx-vlm's names, None for what there is not).
 
-    Media are told apart where every array has a row for each, or the patches that its grid says. Else each counts as all of
-    them together. Raises ValueError where media and placeholders don't match, TypeError for what no processor makes.
+    Media are told apart where every array has a row for each, or the patches that its grid says; else each counts as all of
+    them together. A video counts as many videos where it has placeholders for each group of frames. Raises ValueError where
+    media and placeholders don't match, TypeError for what no processor makes.
     """
     arrays = {name: inputs[name] for name in sorted(inputs) if name not in OF_TOKENS and inputs[name] is not None}
-    runs = _runs(np.asarray(tokens), placeholders)
+    runs = _runs(np.asarray(tokens), placeholders.kinds)
     if bool(arrays) != bool(runs):
         raise ValueError(f"{len(runs)} runs of placeholders, and {len(arrays)} arrays for them")
-    grids = arrays[GRID].tolist() if GRID in arrays else []
-    divided = {name: _divided(value, len(runs), list(map(prod, grids))) for name, value in arrays.items()}
-    parts = {name: part for name, part in divided.items() if part is not None}
-    if len(parts) < len(arrays) or len(grids) not in (0, len(runs)):
+    parts = _parts([placeholders.kinds[tokens[start]] for start, _ in runs], arrays, placeholders)
+    if parts is None:
         digest = _digest(arrays)
         return MediaInputs(tuple(Media(start, end - start, digest) for start, end in runs), arrays, None)
-    media = []
-    for i, (start, end) in enumerate(runs):
-        digest = _digest({name: part[i] for name, part in parts.items()})
-        media.append(Media(start, end - start, digest, _positions(end - start, grids[i : i + 1])))
+    media = (
+        Media(start, end - start, _digest(part), _positions(end - start, part))
+        for (start, end), part in zip(runs, parts, strict=True)
+    )
     return MediaInputs(tuple(media), arrays, parts)
+
+
+def _parts(kinds: Sequence[str], arrays: Mapping[str, Any], placeholders: Placeholders) -> list[dict[str, Any]] | None:
+    """Return what each of the media has of the arrays, by the kinds of the media; None where that can't be told."""
+    of_kind = {kind: {name: arrays[name] for name in KINDS[kind] if name in arrays} for kind in set(kinds)}
+    if len(of_kind) == 1:
+        of_kind = {kinds[0]: dict(arrays)}
+    elif not placeholders.kinds_apart or sum(map(len, of_kind.values())) < len(arrays):
+        return None
+    divided = {}
+    for kind, own in of_kind.items():
+        parts = _divided(own, kinds.count(kind))
+        if parts is None and placeholders.frames_apart:
+            parts = _divided(_by_frames(own), kinds.count(kind))
+        if parts is None:
+            return None
+        divided[kind] = iter(parts)
+    return [next(divided[kind]) for kind in kinds]
 
 
 def _runs(tokens: np.ndarray, placeholders: Iterable[int]) -> list[tuple[int, int]]:
     """Return where tokens that are one placeholder begin and end."""
     edges = [0, *(np.flatnonzero(np.diff(tokens)) + 1).tolist(), len(tokens)]
-    stands = np.isin(tokens, list(placeholders))
-    return [(start, end) for start, end in pairwise(edges) if end > start and stands[start]]
+    is_placeholder = np.isin(tokens, list(placeholders))
+    return [(start, end) for start, end in pairwise(edges) if end > start and is_placeholder[start]]
 
 
-def _divided(value: Any, count: int, patches: list[int]) -> list[Any] | None:
-    """Return an array's parts, one for each of so many media; None where it has no such parts."""
-    length = -1 if getattr(value, "ndim", 1) == 0 or not hasattr(value, "__len__") else len(value)
-    if length == count:
-        return [value[i : i + 1] for i in range(count)]
-    if patches and length == sum(patches):
-        return [value[start:end] for start, end in pairwise(accumulate(patches, initial=0))]
-    return None
+def _divided(arrays: Mapping[str, Any], count: int) -> list[dict[str, Any]] | None:
+    """Return the parts of the arrays of so many media, which have a row for each, or the patches that a grid says."""
+    grids = _grids(arrays)
+    edges = [*accumulate(map(prod, grids), initial=0)]
+    parts: list[dict[str, Any]] = [{} for _ in range(count)]
+    for name, value in arrays.items():
+        length = -1 if getattr(value, "ndim", 1) == 0 or not hasattr(value, "__len__") else len(value)
+        if length == count:
+            rows = [value[i : i + 1] for i in range(count)]
+        elif len(grids) == count and length == edges[-1]:
+            rows = [value[start:end] for start, end in pairwise(edges)]
+        else:
+            return None
+        for part, row in zip(parts, rows, strict=True):
+            part[name] = row
+    return parts
+
+
+def _by_frames(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arrays of videos as those of more videos, one of each group of frames."""
+    if grids := _grids(arrays):
+        groups = mx.array([[1, *sides] for frames, *sides in grids for _ in range(frames)])
+        return {name: groups if name in GRIDS else value for name, value in arrays.items()}
+    if FRAMES not in arrays:
+        return dict(arrays)
+    return {
+        name: [1] * sum(value)
+        if name == FRAMES
+        else [frame[None] for video in value for frame in video]
+        if name in KINDS["video"]
+        else value
+        for name, value in arrays.items()
+    }
+
+
+def _grids(arrays: Mapping[str, Any]) -> list[list[int]]:
+    return next((arrays[name].tolist() for name in GRIDS if name in arrays), [])
 
 
 def _joined(parts: Sequence[Any]) -> Any:
@@ -95,17 +164,23 @@ def _joined(parts: Sequence[Any]) -> Any:
     return mx.concatenate([mx.array(part) for part in parts])
 
 
-def _positions(length: int, grids: list[list[int]]) -> int | None:
+def _positions(length: int, part: Mapping[str, Any]) -> int | None:
     """Return how far a picture moves what comes behind it (M-RoPE): by its longest side, in tokens."""
-    for frames, rows, columns in grids:
+    for frames, rows, columns in _grids(part):
         side = isqrt(frames * rows * columns // length)
         return max(frames, rows // side, columns // side)
     return None
 
 
 def _digest(arrays: Mapping[str, Any]) -> bytes:
-    leaves = [(f"{name}{place}", value) for name, array in arrays.items() for place, value in tree_flatten(array)]
+    rows = {name: value[0][None] if _is_row(value) else value for name, value in arrays.items()}
+    leaves = [(f"{name}{place}", value) for name, array in rows.items() for place, value in tree_flatten(array)]
     data = [
         copy_out(v) if isinstance(v, mx.array) else repr(v).encode() if isinstance(v, PLAIN) else v for _, v in leaves
     ]
     return media_digest("media", data, ",".join(name for name, _ in leaves))
+
+
+def _is_row(value: Any) -> bool:
+    """Return whether this is one medium's row in a list, which processors make where media have several sizes."""
+    return isinstance(value, (list, tuple)) and len(value) == 1 and hasattr(value[0], "ndim")

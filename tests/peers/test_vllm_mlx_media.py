@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("mlx_vlm")
 
+from prefixcache.servers.media_inputs import Placeholders
 from prefixcache.servers.vllm_mlx import installation as vllm_mlx
 from tests.vlm.folders import save
 from tests.vlm.pictures import CHATS, SAID, SYSTEM, Chat, user
@@ -248,7 +249,7 @@ def test_a_hit_that_cannot_be_computed_on_is_dropped(ours, plain, caplog, monkey
 
 def test_pictures_that_cannot_be_named_are_computed_and_not_kept(ours, plain, caplog, monkeypatch):
     generator, chat = ours(), CHATS["one picture"]
-    monkeypatch.setattr("prefixcache.servers.vllm_mlx.media_prefill.placeholders_of", lambda config: frozenset())
+    monkeypatch.setattr("prefixcache.servers.vllm_mlx.media_prefill.placeholders_of", lambda config: Placeholders({}))
     assert [generator(chat).tokens] == [generator(chat).tokens] == plain(chat)
     assert generator.saved == 0
     assert "a prompt with pictures is not kept: ValueError" in caplog.text

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefixcache.servers.media_inputs import media_inputs, placeholders_of
+from prefixcache.servers.media_inputs import Placeholders, media_inputs, placeholders_of
 
-PICTURE, SOUND, WIDTH = 900, 901, 6
+PICTURE, SOUND, VIDEO, WIDTH = 900, 901, 902, 6
 GRIDS = st.lists(st.tuples(st.sampled_from([2, 4]), st.sampled_from([2, 6])), min_size=1, max_size=4)
 
 
@@ -31,8 +31,11 @@ def qwen(pictures: list[tuple[int, int, int]], text: int = 5):
     return tokens, arrays
 
 
-def of(tokens, arrays):
-    return media_inputs(tokens, arrays, {PICTURE, SOUND})
+KINDS = {PICTURE: "image", SOUND: "audio", VIDEO: "video"}
+
+
+def of(tokens, arrays, **apart):
+    return media_inputs(tokens, arrays, Placeholders(KINDS, **apart))
 
 
 @given(GRIDS)
@@ -102,6 +105,73 @@ def test_where_pictures_cannot_be_told_apart_each_counts_as_all_of_them():
         inputs.between(2, 6)
 
 
+FRAMES = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=3), min_size=1, max_size=3)  # of videos, by seeds
+
+
+def filmed(videos: list[list[int]], *, gridded: bool):
+    """A prompt with placeholders for each frame of its videos: with Qwen's arrays, or with Gemma's."""
+    tokens = [token for video in videos for seed in video for token in (seed + 1, VIDEO, VIDEO)]
+    frames = [[patches(seed, 2, 4) for seed in video] for video in videos]
+    if gridded:
+        arrays = {
+            "pixel_values_videos": mx.concatenate([frame for video in frames for frame in video]),
+            "video_grid_thw": mx.array([[len(video), 2, 4] for video in videos]),
+        }
+    else:
+        stacked = [mx.stack(video) for video in frames]
+        same_length = len({len(video) for video in videos}) == 1
+        arrays = {
+            "pixel_values_videos": mx.stack(stacked) if same_length else stacked,
+            "num_frames_per_video": [len(video) for video in videos],
+        }
+    return tokens, arrays
+
+
+@pytest.mark.parametrize("gridded", [True, False])
+@given(videos=FRAMES, data=st.data())
+def test_each_group_of_frames_is_a_medium_where_an_encoder_sees_it_by_itself(gridded, videos, data):
+    seeds = [seed for video in videos for seed in video]
+    inputs = of(*filmed(videos, gridded=gridded), frames_apart=True)
+    assert [medium.length for medium in inputs.media] == [2] * len(seeds)
+    alone = {seed: of(*filmed([[seed]], gridded=gridded), frames_apart=True).media[0].digest for seed in range(3)}
+    assert [medium.digest for medium in inputs.media] == [alone[seed] for seed in seeds]
+    assert [medium.positions for medium in inputs.media] == [2 if gridded else None] * len(seeds)
+    first = data.draw(st.integers(0, len(seeds) - 1))
+    rest = inputs.between(inputs.media[first].start, inputs.media[-1].end)["pixel_values_videos"]
+    pixels = np.concatenate([np.array(frame).reshape(-1, WIDTH) for frame in rest], axis=0)
+    assert np.array_equal(pixels, np.concatenate([np.array(patches(seed, 2, 4)) for seed in seeds[first:]]))
+
+
+def test_frames_count_together_where_an_encoder_may_see_all_of_a_video():
+    one, other = (of(*filmed([[0, seed]], gridded=True)) for seed in (1, 2))
+    assert one.parts is None
+    assert {medium.digest for medium in one.media}.isdisjoint(medium.digest for medium in other.media)
+
+
+def test_media_of_several_kinds_are_told_apart_where_the_model_takes_them():
+    tokens = [1, PICTURE, 2, SOUND, 3, PICTURE, 4]
+    arrays = {"pixel_values": mx.array([[1.0], [2.0]]), "input_features": mx.array([[3.0]])}
+    inputs = of(tokens, arrays, kinds_apart=True)
+    assert len({medium.digest for medium in inputs.media}) == 3
+    other = of(tokens, arrays | {"input_features": mx.array([[4.0]])}, kinds_apart=True)
+    changed = [a.digest != b.digest for a, b in zip(inputs.media, other.media, strict=True)]
+    assert changed == [False, True, False]
+    assert {name: value.tolist() for name, value in inputs.between(2, 6).items()} == {
+        "input_features": [[3.0]],
+        "pixel_values": [[2.0]],
+    }
+    assert inputs.between(2, 4).keys() == {"input_features"}
+    assert of(tokens, arrays, kinds_apart=False).parts is None
+    assert of(tokens, arrays | {"pixel_values_videos": mx.zeros((1, 1))}, kinds_apart=True).parts is None
+    assert of(tokens, arrays | {"what_is_it": mx.zeros((2, 1))}, kinds_apart=True).parts is None
+
+
+def test_a_picture_is_the_same_beside_one_of_another_size():
+    pixels = [mx.ones((3, 4, 4)), mx.ones((3, 4, 8))]
+    beside = of([PICTURE, 1, PICTURE], {"pixel_values": pixels})
+    assert beside.media[0].digest == of([PICTURE], {"pixel_values": mx.stack(pixels[:1])}).media[0].digest
+
+
 @pytest.mark.parametrize("tokens", [[1, 2, 3], []])
 def test_pictures_without_placeholders_are_refused(tokens):
     with pytest.raises(ValueError, match="0 runs of placeholders"):
@@ -119,5 +189,5 @@ def test_the_placeholders_are_those_that_the_configuration_names():
     class Config:
         image_token_id, image_token_index, video_token_id, audio_token_id = 5, 6, None, 7
 
-    assert placeholders_of(Config()) == {5, 6, 7}
-    assert placeholders_of(None) == set()
+    assert placeholders_of(Config()) == Placeholders({5: "image", 6: "image", 7: "audio"})
+    assert placeholders_of(None) == Placeholders({})

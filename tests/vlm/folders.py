@@ -239,6 +239,7 @@ def _save_processor(family: str, folder: Path) -> None:
             "boa_token": "<|vision_start|>",
             "eoa_token": "<|vision_end|>",
             "image_token": "<|image_pad|>",
+            "video_token": "<|video_pad|>",
             "boi_token": "<|vision_start|>",
             "eoi_token": "<|vision_end|>",
         }

@@ -30,19 +30,54 @@ def picture(number: int) -> Image.Image:
     return Image.fromarray(np.random.default_rng(number).integers(0, 255, (height, width, 3), np.uint8))
 
 
-class Question(NamedTuple):
-    """A request's parts: texts, and numbers of pictures."""
+class Video(NamedTuple):
+    """A video of so many frames of noise; those of the same seed begin alike."""
 
-    parts: tuple[str | int, ...]
+    seed: int
+    frames: int = 6
+
+    def pixels(self) -> np.ndarray:
+        frames = [
+            np.random.default_rng([self.seed, frame]).integers(0, 255, (3, 56, 84)) for frame in range(self.frames)
+        ]
+        return np.stack(frames).astype(np.uint8)
+
+
+class Sound(NamedTuple):
+    """A second of noise, or less."""
+
+    seed: int
+    seconds: float = 0.5
+
+    def samples(self) -> np.ndarray:
+        return np.random.default_rng(self.seed).standard_normal(int(16000 * self.seconds)).astype(np.float32)
+
+
+Part = str | int | Video | Sound  # a text, a picture by its number, a video, a sound
+
+
+class Question(NamedTuple):
+    """A request's parts."""
+
+    parts: tuple[Part, ...]
 
     def text(self, family: str) -> str:
-        mark = folders.OF_GEMMA[family][0] if family in folders.OF_GEMMA else folders.IMAGE
-        placed = "".join(part if isinstance(part, str) else mark for part in self.parts)
+        marks = {
+            int: folders.OF_GEMMA[family][0] if family in folders.OF_GEMMA else folders.IMAGE,
+            Video: "<|video_pad|>" if family in folders.OF_GEMMA else folders.IMAGE.replace("image", "video"),
+            Sound: "<|audio_pad|>",
+        }
+        placed = "".join(part if isinstance(part, str) else marks[type(part)] for part in self.parts)
         return f"<|im_start|>user\n{placed}<|im_end|>\n<|im_start|>assistant\n"
 
     @property
-    def pictures(self) -> list[Image.Image] | None:
-        return [picture(part) for part in self.parts if isinstance(part, int)] or None
+    def media(self) -> dict[str, list[Any] | None]:
+        """What the server is given beside the text."""
+        return {
+            "images": [picture(part) for part in self.parts if isinstance(part, int)] or None,
+            "videos": [part.pixels() for part in self.parts if isinstance(part, Video)] or None,
+            "audio": [part.samples() for part in self.parts if isinstance(part, Sound)] or None,
+        }
 
 
 class Answer(NamedTuple):
@@ -56,7 +91,7 @@ def begin(generator: Any, question: Question, most: int = 8, **options: Any) -> 
     """Have a question answered; give its tokens as they come."""
     args = generation.GenerationArguments(max_tokens=most, temperature=0, **options)
     text = question.text(generator.config.model_type)
-    return generator.generate(text, images=question.pictures, args=args)[1]
+    return generator.generate(text, **question.media, args=args)[1]
 
 
 def end(tokens: Iterator[Any]) -> Answer:

@@ -7,20 +7,34 @@ import tempfile
 from pathlib import Path
 from threading import Event, Semaphore
 
+import mlx.core as mx
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from mlx_lm.models.cache import KVCache
 
 from prefixcache import PrefixCache
-from prefixcache.servers.mlx_vlm.prompts import ServedPrompt
+from prefixcache.servers.media_inputs import Placeholders
+from prefixcache.servers.mlx_vlm.prompts import ModelPrompts, ServedPrompt
 from tests.vlm import folders
-from tests.vlm.generators import Answer, Question, ask, at_once, begin, generating
+from tests.vlm.generators import Answer, Question, Sound, Video, ask, at_once, begin, generating
 from tests.waiting import until
 
 TEXT = "Describe what you see, and what you do not see. " * 9
-parts = st.one_of(st.integers(0, 3), st.sampled_from((TEXT, "One?", "Another?")))
-questions = st.lists(parts, min_size=1, max_size=4).map(lambda parts: Question((*parts, "Say it.")))
+TEXTS, PICTURES = st.sampled_from((TEXT, "One?", "Another?")), st.integers(0, 3)
+VIDEOS = st.builds(Video, st.integers(0, 1), st.sampled_from((2, 4)))
+SOUNDS = st.builds(Sound, st.integers(0, 1), st.sampled_from((0.3, 0.5)))
+
+
+def questions_of(family: str) -> st.SearchStrategy[Question]:
+    """Questions about pictures, videos and sounds: of several kinds where mlx-vlm takes them in one prompt."""
+    if family == "gemma4":
+        kinds = [st.one_of(PICTURES, SOUNDS), VIDEOS]  # a frame has 138 tokens
+    else:
+        kinds = [PICTURES] if family == "gemma3" else [PICTURES, VIDEOS]
+    parts = st.one_of([st.lists(st.one_of(TEXTS, kind), min_size=1, max_size=4) for kind in kinds])
+    return parts.map(lambda parts: Question((*parts, "Say it.")))
 
 
 @pytest.fixture(scope="module", params=sorted(folders.CONFIGS))
@@ -39,6 +53,8 @@ def plain(request, tmp_path_factory):
 
 
 def machine_of(folder: Path, right):
+    questions = questions_of(folder.name)
+
     class ServedPrompts(RuleBasedStateMachine):
         """Requests alone, at once and cancelled; what is evicted; restarts."""
 
@@ -139,7 +155,7 @@ def generator(plain, request):
 
 def inputs(generator, question):
     """What the processor makes of a question."""
-    return generator._preprocess_request(question.text(generator.config.model_type), question.pictures)
+    return generator._preprocess_request(question.text(generator.config.model_type), **question.media)
 
 
 def length(generator, question):
@@ -177,6 +193,56 @@ def test_other_pictures_are_missed(generator):
     assert len({tuple(answer.tokens) for answer in (first, swapped, other)}) == 3
 
 
+def test_a_video_is_hit_as_deep_as_its_frames_are_the_same(plain):
+    """By groups of frames, where the family's placeholders stand by them; qwen2_5_vl has one run for a video."""
+    folder, right = plain
+    if folder.name == "gemma3":
+        pytest.skip("it takes no videos: the server makes pictures of their frames")
+    of_group = 1 if folder.name == "gemma4" else 2  # frames
+    videos = (Video(0, 2 * of_group), Video(0, 3 * of_group), Video(1, 2 * of_group))
+    first, longer, other = (Question((TEXT, video, "What?")) for video in videos)
+    with PrefixCache(ram="200MB", codec="raw") as cache, generating(folder, cache) as generator:
+        answers = [ask(generator, question) for question in (first, longer, other, Question((*longer.parts, "And?")))]
+        media = {q: generator.prompts.served(dict(inputs(generator, q)), b"").media.media for q in (first, longer)}
+    assert [answer.tokens for answer in answers[:3]] == [right(question) for question in (first, longer, other)]
+    begin, groups = media[longer][0].start, len(media[first])
+    assert groups == (1 if folder.name == "qwen2_5_vl" else 2)
+    shared = media[first][-1].end if groups > 1 else begin
+    hit = [answer.hit for answer in answers]
+    assert hit[0] == 0
+    assert hit[1] >= (begin if generator.prompts.is_recurrent else shared)
+    assert hit[2] <= begin
+    assert hit[3] >= media[longer][-1].end
+
+
+def test_a_sound_is_hit_again_and_told_from_others(tmp_path):
+    """In one prompt with a picture, too. A sound is another one beside a longer sound: the encoder's padding is in it."""
+    folder = folders.save("gemma4", tmp_path / "gemma4")
+    asked = [
+        (0, Sound(0), "What?"),
+        (0, Sound(0), "Who?"),
+        (0, Sound(1), "What?"),
+        (0, Sound(0), Sound(1, 0.3), "Both?"),
+    ]
+    questions = [Question((TEXT, *parts)) for parts in asked]
+    with generating(folder) as generator:
+        right = [ask(generator, question).tokens for question in questions]
+    with PrefixCache(ram="200MB", codec="raw") as cache, generating(folder, cache) as generator:
+        answers = [ask(generator, question) for question in questions]
+        picture, sound = generator.prompts.served(dict(inputs(generator, questions[0])), b"").media.media
+    assert [answer.tokens for answer in answers] == right
+    first, again, other, both = (answer.hit for answer in answers)
+    assert first == 0 < picture.end <= other <= sound.start < sound.end <= min(again, both)
+
+
+def test_a_placeholder_without_a_picture_is_said_once(caplog):
+    with PrefixCache(ram="1MB") as cache:
+        prompts = ModelPrompts(cache, "m", lambda: [KVCache()], Placeholders({9: "image"}), whole=False)
+        served = [prompts.served({"input_ids": mx.array([[1, 9, 2]])}, b"") for _ in range(3)]
+    assert [each.prompt for each in served] == [None] * 3
+    assert [record.levelname for record in caplog.records if "media can't be told" in record.message] == ["WARNING"]
+
+
 def test_a_question_that_is_asked_again_has_the_same_answer(generator):
     asked = [Question((TEXT, 0, "One?")), Question((TEXT, TEXT, 0, 1, "Another?")), Question((1, 2, TEXT, "Say it."))]
     first = [ask(generator, question).tokens for question in asked]
@@ -194,7 +260,7 @@ def test_an_answer_goes_on_from_the_one_before(generator):
     turn = Question((*question.parts, f"<|im_end|>\n<|im_start|>assistant\n{said}<|im_end|>\n<|im_start|>user\nAnd?"))
     told = inputs(generator, turn)["input_ids"][0].tolist()
     same = next((i for i, (a, b) in enumerate(zip(seen, told, strict=False)) if a != b), len(seen))
-    pictures_end = max(i for i, token in enumerate(seen) if token == min(generator.prompts.placeholders)) + 1
+    pictures_end = max(i for i, token in enumerate(seen) if token == min(generator.prompts.placeholders.kinds)) + 1
     assert pictures_end <= ask(generator, turn).hit <= same
     assert same < len(seen) or ask(generator, turn).hit == same
 

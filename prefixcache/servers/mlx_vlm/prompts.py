@@ -16,7 +16,7 @@ from prefixcache.cache import PrefixCache
 from prefixcache.keys import BLOCK
 from prefixcache.media import chunks
 from prefixcache.servers.batch_rows import put_back
-from prefixcache.servers.media_inputs import OF_TOKENS, MediaInputs, media_inputs
+from prefixcache.servers.media_inputs import OF_TOKENS, MediaInputs, Placeholders, media_inputs
 from prefixcache.servers.read_or_compute import ReadOrCompute
 from prefixcache.tiers.prompt import Prompt
 
@@ -36,7 +36,7 @@ class ModelPrompts:
         cache: PrefixCache,
         name: str,
         new_layers: Callable[[], list[Any]],
-        placeholders: frozenset[int],
+        placeholders: Placeholders,
         *,
         whole: bool,
         thinks: bool = False,
@@ -45,17 +45,23 @@ class ModelPrompts:
         self.promotions = ReadOrCompute(cache)
         self.is_recurrent = not all(layer.is_trimmable() for layer in new_layers())
         self.placeholders, self._whole, self._thinks = placeholders, whole, thinks
+        self._level = logging.WARNING  # of what is said about the next prompt whose media can't be told
 
     def served(self, inputs: dict[str, Any], salt: bytes) -> ServedPrompt:
         """Return a request's prompt, whose inputs a processor made, and wait for what its SSD has as long as that pays."""
         served = ServedPrompt(self, inputs)
+        try:
+            served.media = media_inputs(served.tokens, served.inputs, self.placeholders)
+        except (TypeError, ValueError) as error:
+            log.log(self._level, "a prompt whose media can't be told is neither kept nor hit: %s", error)
+            self._level = logging.DEBUG  # once: a client that sends a placeholder as text does so in each turn
+            return served
         with quietly("a lookup"):
             served.prompt = self._prompt(served, salt)
             self.promotions.wait(served.prompt)
         return served
 
     def _prompt(self, served: ServedPrompt, salt: bytes) -> Prompt:
-        served.media = media_inputs(served.tokens, served.inputs, self.placeholders)
         prompt = self.cache.prompt(
             served.tokens,
             model=self.name,

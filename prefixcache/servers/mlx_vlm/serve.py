@@ -99,7 +99,7 @@ def _made(cache: PrefixCache, generator: Any) -> ModelPrompts:
         raise NotCausal(f"{generator.config.model_type}: it takes prompts as a whole")
     model, placeholders = generator.model, placeholders_of(generator.config)
     new_layers = upstream.new_layers_of(model)
-    whole = bool(placeholders) and media_are_whole(model, min(placeholders), new_layers)
+    whole = bool(placeholders.kinds) and media_are_whole(model, min(placeholders.kinds), new_layers)
     thinks = "</think>" in generator.tokenizer.get_vocab()
     name = _name(generator.model_path, generator.adapter_path)
     return ModelPrompts(cache, name, new_layers, placeholders, whole=whole, thinks=thinks)

@@ -108,11 +108,11 @@ class Prefill(ar.PromptProcessingBatch):
 
     def _prompt_kwargs_for_step(self, n: int | None = None) -> dict[str, Any]:
         """Return what the model is given beside the tokens. Features that it adds to pictures' tokens in its first layers are
-        a list, which mlx-vlm gives to each chunk from its beginning.
+        those of each layer, which mlx-vlm gives to each chunk from their beginning.
         """
         given: dict[str, Any] = super()._prompt_kwargs_for_step(n)
         features, places = given.get(FEATURES), given.get(THEIR_PLACES)
-        if isinstance(features, (list, tuple)) and places is not None:
+        if features is not None and places is not None:
             count = int(places.sum().item())
             given = {**given, FEATURES: [array[:count] for array in features]}
             self._prompt_kwargs[FEATURES] = [array[count:] for array in features]

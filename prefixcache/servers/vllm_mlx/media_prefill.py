@@ -34,10 +34,10 @@ def tried(init: Callable[..., None]) -> Callable[..., None]:
     def made(self: Any, *args: Any, **options: Any) -> None:
         init(self, *args, **options)
         placeholders = placeholders_of(getattr(self.model, "config", None))
-        if not placeholders or not isinstance(self.prefix_cache, TieredPrefixCache):
+        if not placeholders.kinds or not isinstance(self.prefix_cache, TieredPrefixCache):
             return
         try:
-            media_are_whole(self.model, min(placeholders), lambda: empty_layers(self))
+            media_are_whole(self.model, min(placeholders.kinds), lambda: empty_layers(self))
         except NotCausal as error:
             log.warning("without a prefix cache: %s", error)
             self.prefix_cache = None
