@@ -33,6 +33,7 @@ TEMPLATE = (
     "{% if c.type in ('image', 'image_url', 'input_image') %}"
     + IMAGE
     + "{% elif c.type == 'video' %}<|vision_start|><|video_pad|><|vision_end|>"
+    "{% elif c.type in ('audio', 'input_audio') %}<|audio_pad|>"
     "{% elif c.text is defined %}{{ c.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
