@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from prefixcache.cli import app
 from prefixcache.cli.demo import command as demo
 from prefixcache.cli.demo.passes import unique
-from prefixcache.cli.demo.text import CALIBRATED, LOSSY, MARK, SYSTEM, TITLES, Chat, facts, holds, question
+from prefixcache.cli.demo.text import CALIBRATED, LOSSY, SYSTEM, TITLES, Chat, facts, question
 from tests.servers.forked import BLAS
 
 CONVERSATIONS, TURNS = 2, 2
@@ -99,35 +99,6 @@ def test_a_folder_that_is_not_empty_is_refused(tmp_path: Path) -> None:
     assert "not empty" in ended.output
 
 
-@pytest.mark.parametrize("found", ["nothing", "something else"])
-def test_a_folder_without_a_model_is_refused(tmp_path: Path, found: str) -> None:
-    folder = tmp_path / "model"
-    if found == "something else":
-        folder.mkdir()
-    ended = CliRunner().invoke(app, ["demo", "--model", str(folder)])
-    assert ended.exit_code == 2
-    assert ("no config.json" if folder.exists() else "no such folder") in ended.output
-    assert "give the folder of a model" in ended.output
-
-
-def test_a_model_that_cannot_be_loaded_is_named(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "none such"}')
-    command = [sys.executable, "-m", "prefixcache", "demo", "--model", str(tmp_path)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=200)
-    assert ended.returncode == 2
-    assert f"{tmp_path}: mlx-lm can't load it" in ended.stderr
-    assert "Traceback" not in ended.stderr
-
-
-def test_an_installation_without_the_repositorys_model_asks_for_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(demo, "OWN_MODEL", tmp_path / "tiny-llama")
-    ended = CliRunner().invoke(app, ["demo"])
-    assert ended.exit_code == 2
-    assert "--model PATH" in ended.output
-
-
 def results() -> dict[str, Any]:
     """Passes of two conversations and two turns that agree."""
 
@@ -141,7 +112,6 @@ def results() -> dict[str, Any]:
             "first": 1.0,
             "store": 0.1,
             "answer": [7, 8, conversation],
-            "gaps": [0.5, 1e-6, 0.5],
             "question": "What?",
             "wanted": "78",
             "said": f"78{conversation}",
@@ -161,18 +131,15 @@ def results() -> dict[str, Any]:
         }
 
     return {
-        "cold": {
-            **result([turn(c, t, 0) for c in (0, 1) for t in (0, 1)]),
-            "dtype": "float32",
-        },
+        "cold": result([turn(c, t, 0) for c in (0, 1) for t in (0, 1)]),
         "ram": result([turn(c, 0, 0) for c in (0, 1)]),
         "ssd": result([turn(c, 1, 120) for c in (0, 1)]),
-        **{name: result([turn(c, 0, 0) for c in (0, 1)]) for name in LOSSY},
+        **{name: result([turn(c, 0, 0) for c in (0, 1)]) for name in (*LOSSY, CALIBRATED)},
     }
 
 
 def test_codec_transform_is_shown_beside_turboquant_with_the_files_and_answers_of_both() -> None:
-    shown = demo.describe(results() | {CALIBRATED: results()[LOSSY[0]]})
+    shown = demo.describe(results())
     shown[CALIBRATED]["ssd"], shown[CALIBRATED]["equal"] = {"files": 1, "bytes": 5}, 1
     said = demo._calibrated(shown)
     assert "the same pass: 5 B of files, 1 of 2 answers equal to cold" in said
@@ -181,7 +148,7 @@ def test_codec_transform_is_shown_beside_turboquant_with_the_files_and_answers_o
 
 
 def test_passes_that_agree_are_no_problem() -> None:
-    assert demo.check(results(), sure=True) == []
+    assert demo.check(results()) == []
 
 
 def test_a_different_answer_is_named_and_the_command_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,33 +163,22 @@ def test_a_different_answer_is_named_and_the_command_fails(monkeypatch: pytest.M
 def test_an_answer_cut_short_is_a_difference() -> None:
     wrong = results()
     wrong["ram"]["turns"][0]["answer"] = [7, 8]
-    (problem,) = demo.check(wrong, sure=True)
+    (problem,) = demo.check(wrong)
     assert "has 2 tokens, the cold one 3" in problem
 
 
 def test_an_answer_that_found_less_than_was_stored_is_a_problem() -> None:
     forgotten = copy.deepcopy(results())
     forgotten["ssd"]["turns"][0]["reused_tokens"] = 99
-    (problem,) = demo.check(forgotten, sure=True)
+    (problem,) = demo.check(forgotten)
     assert "conversation 1, answer 2 found 99 tokens, where 100 at least" in problem
 
 
-def test_a_difference_that_rounding_can_make_is_none_of_the_caches() -> None:
-    close = results()
-    close["ram"]["turns"][1]["answer"] = [7, 9, 1]  # cold led by 1e-6 there
-    assert len(demo.check(close, sure=True)) == 1
-    close["cold"]["dtype"] = "bfloat16"
-    assert demo.check(close, sure=True) == []
-    close["ram"]["turns"][1]["answer"] = [9, 9, 1]
-    assert len(demo.check(close, sure=True)) == 1
-
-
-def test_a_wrong_answer_is_a_problem_where_the_model_is_known_to_be_right() -> None:
+def test_a_wrong_answer_is_a_problem() -> None:
     wrong = results()
     wrong["ssd"]["turns"][0] |= {"said": "87", "found": False}
-    (problem,) = demo.check(wrong, sure=True)
+    (problem,) = demo.check(wrong)
     assert "conversation 1, answer 2 should say '78', and says '87'" in problem
-    assert demo.check(wrong, sure=False) == []
 
 
 # -- what is said -----------------------------------------------------------------------------------------------------
@@ -241,11 +197,6 @@ def test_the_system_prompt_has_what_is_asked_for() -> None:
     assert all(question(c, 0).wanted in SYSTEM for c in range(8))
 
 
-def test_a_number_may_have_commas() -> None:
-    assert holds("It is 48,213.", "48213")
-    assert not holds("It is 48,214.", "48213")
-
-
 @pytest.mark.parametrize("ended", [True, False])
 def test_a_later_prompt_goes_on_from_the_tokens_of_the_answer(tokenizer: Any, ended: bool) -> None:
     """The answer's tokens stay as the model said them; its end stands there once, whether the model said it or not."""
@@ -261,41 +212,6 @@ def test_a_later_prompt_goes_on_from_the_tokens_of_the_answer(tokenizer: Any, en
     ]
     assert tokens == list(tokenizer.apply_chat_template(messages, add_generation_prompt=True))
     assert chat.text(answer) == "7615"
-
-
-class Characters:
-    """A tokenizer whose tokens are characters. Its template, if it has one, knows no system role."""
-
-    eos_token_ids = {ord("$")}
-
-    def __init__(self, has_chat_template: bool) -> None:
-        self.has_chat_template = has_chat_template
-
-    def apply_chat_template(self, messages: list[dict[str, str]], **options: Any) -> str:
-        if any(message["role"] == "system" for message in messages):
-            raise ValueError("System role not supported")
-        return "".join(f"<{m['role']}>{m['content']}$" for m in messages) + "<assistant>"
-
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        return [ord(character) for character in text]
-
-    def decode(self, tokens: list[int]) -> str:
-        return "".join(map(chr, tokens))
-
-
-@pytest.mark.parametrize("has_chat_template", [True, False])
-def test_other_templates_and_none_will_do(has_chat_template: bool) -> None:
-    chat = Chat(Characters(has_chat_template))
-    opening, after = (
-        "".join(map(chr, tokens)) for tokens in (chat.opening(0), chat.following(0, 1, [ord("7"), ord("$")]))
-    )
-    assert SYSTEM.strip() in opening
-    assert question(0, 0).text in opening
-    assert question(0, 1).text in after
-    assert MARK not in opening + after
-    assert SYSTEM[:20] not in after
-    assert opening.endswith("<assistant>" if has_chat_template else "assistant:")
-    assert after.startswith("<user>" if has_chat_template else "\n\nuser: ")
 
 
 def test_a_shared_beginning_is_counted_once() -> None:

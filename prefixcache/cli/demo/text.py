@@ -1,6 +1,6 @@
 """The demo's passes by name, and what its conversations say: one long system prompt that all share, and short questions.
 
-The questions are of forms that the package's own tiny model was trained on; any other chat model understands them.
+The questions are of forms that the package's own tiny model was trained on.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ TITLES = {
     "transform4": "Transform, quality 4: from RAM",
 }
 EXACT, LOSSY = ("ram", "ssd"), ("turboquant4", "turboquant3")
-CALIBRATED = "transform4"  # lossy, too, and with the package's own model only: another may take long to calibrate
+CALIBRATED = "transform4"  # lossy, too
 
 SYSTEM = """\
 You answer at the help desk of Rowkeeper, a Python library that reads, checks and writes tables. This is the handbook \
@@ -125,18 +125,7 @@ class Chat:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def _render(self, messages: list[dict[str, str]]) -> str:
-        if not getattr(self._tokenizer, "has_chat_template", False):
-            return "".join(f"{m['role']}: {m['content']}\n\n" for m in messages) + "assistant:"
-        try:
-            return self._templated(messages)
-        except Exception:  # some templates know no system role, and each says so with an error of its own
-            system, user, *rest = messages
-            joined = {"role": "user", "content": f"{system['content']}\n\n{user['content']}"}
-            return self._templated([joined, *rest])
-
-    def _templated(self, messages: list[dict[str, str]]) -> str:
-        options = {"add_generation_prompt": True, "enable_thinking": False}  # an answer has no room for thoughts
-        text: str = self._tokenizer.apply_chat_template(messages, tokenize=False, **options)
+        text: str = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         return text
 
 
@@ -147,8 +136,3 @@ def _messages(conversation: int, turn: int) -> list[dict[str, str]]:
         messages.append({"role": "user", "content": question(conversation, t).text})
         messages.append({"role": "assistant", "content": MARK})
     return messages[:-1]
-
-
-def holds(text: str, wanted: str) -> bool:
-    """Return whether an answer says what was asked for. Some models write 48213 as 48,213."""
-    return wanted in re.sub(r"(?<=\d),(?=\d)", "", text)
