@@ -16,6 +16,7 @@ from prefixcache.live.turboquant import TurboQuantKVCache
 from prefixcache.tiers import ram
 from tests.cache.pictured import picture_end
 from tests.cache.test_cache_machine import CacheMachine, LevelledMachine
+from tests.inside import layer_of
 from tests.models import states
 from tests.models.families import FAMILIES
 
@@ -63,7 +64,7 @@ def coded(caches: list[Any]) -> list[TurboQuantKVCache]:
 
 
 def bits(layer: TurboQuantKVCache, tokens: int) -> list[np.ndarray]:
-    codes, scales = layer._layer.codes.arrays
+    codes, scales = layer_of(layer).codes.arrays
     return [np.array(codes[:, :, :tokens]), np.array(scales[:, :, :tokens])]
 
 
@@ -80,7 +81,7 @@ def by_codes_alone(layer: Any) -> Any:
         return made
     if not isinstance(layer, TurboQuantKVCache):
         return layer
-    coded, kind = layer._layer, layer.kind
+    coded, kind = layer_of(layer), layer.kind
     assert kind is not None
     return TurboQuantKVCache.from_codes(
         coded.choice, kind, coded.runs[0], coded.codes.arrays, coded.rows, coded.sinks.arrays

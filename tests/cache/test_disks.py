@@ -18,7 +18,7 @@ from prefixcache import DirectoryError, DirectoryHeld, PrefixCache
 from prefixcache.ssd import queue, reconcile
 from prefixcache.ssd.directory import Directory
 from prefixcache.ssd.lock import Lock, holder
-from tests.inside import inside
+from tests.inside import directory_of, inside, queue_of
 from tests.models import states
 from tests.models.states import fetched, prompt, put_prompts
 from tests.waiting import until
@@ -369,13 +369,13 @@ def test_a_flush_is_false_when_a_store_found_the_disk_failing_after_a_deletion_d
     put_prompts(cache, 1)
     assert cache.flush()
     monkeypatch.setattr(queue, "FIRST_DELAY", 60.0)
-    inside(cache).ssd._queue._delay = 60.0
+    queue_of(inside(cache).ssd)._delay = 60.0
     with monkeypatch.context() as patch:
 
         def fail(*args, **more):
             raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
-        patch.setattr(inside(cache).ssd._opened.index, "find", fail)
+        patch.setattr(directory_of(inside(cache).ssd).index, "find", fail)
         cache.remove(prompt(1), model="m")
         until(lambda: cache.stats().ssd.errors)
     put_prompts(cache, 2)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from prefixcache import PrefixCache
 from prefixcache.ssd import queue
-from tests.inside import inside
+from tests.inside import directory_of, inside
 from tests.models import states
 from tests.models.states import put_prompts
 from tests.ssd.images import while_read
@@ -22,7 +22,7 @@ def test_the_limit_holds_while_an_index_is_read_without_an_end_and_writing_goes_
     asked: list[str] = []  # how long SQLite may wait for locks, whenever it copies its log
     limit = 3_000_000
     with PrefixCache(ram="1MB", ssd_dir=root, ssd=limit, codec="raw", memory_reserve=0) as cache:
-        index = inside(cache).ssd._opened.index
+        index = directory_of(inside(cache).ssd).index
         original = type(index).checkpoint
 
         def checkpoint(index) -> bool:

@@ -18,9 +18,11 @@ from typer.testing import CliRunner
 from prefixcache import DirectoryHeld, PrefixCache
 from prefixcache.cli import app
 from prefixcache.ssd import reconcile
+from prefixcache.tiers.idle import Idle
 from tests.inside import inside
 from tests.models import states
 from tests.models.states import exact, put
+from tests.waiting import until
 from tools.faults.evidence import du
 
 ROOT = Path(__file__).parents[2]
@@ -273,6 +275,21 @@ def test_an_interrupted_close_lets_go_of_the_directory(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         cache.close()
     cache.close()
+    open_on(tmp_path).close()
+
+
+def test_an_opening_that_fails_lets_go_of_the_directory(tmp_path, monkeypatch):
+    """It fails last, when the SSD is open and threads run."""
+
+    def fails(idle: Idle) -> None:
+        raise OSError("no thread")
+
+    before = set(threading.enumerate())
+    monkeypatch.setattr(Idle, "start", fails)
+    with pytest.raises(OSError, match="no thread"):
+        open_on(tmp_path)
+    until(lambda: set(threading.enumerate()) <= before)
+    monkeypatch.undo()
     open_on(tmp_path).close()
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from prefixcache import PrefixCache
-from tests.inside import inside
+from tests.inside import directory_of, inside
 from tests.models import states
 from tests.models.states import prompt
 from tools.faults.evidence import du
@@ -62,7 +62,7 @@ def test_sessions_with_a_salt_each_leave_nothing_behind_but_their_images(tmp_pat
         for _ in sessions(cache, root, codec, salted=True):
             in_index, used = namespaces(root)
             assert in_index == used
-            assert os.stat(root / "index.db-wal").st_size <= inside(cache).ssd._opened.ledger.log_allowance
+            assert os.stat(root / "index.db-wal").st_size <= directory_of(inside(cache).ssd).ledger.log_allowance
         assert used < SESSIONS / 2  # most sessions' images have left
         states.check_integrity(cache)
     with open_on(root, codec) as cache:

@@ -16,7 +16,7 @@ from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, KVCache,
 from prefixcache import PrefixCache, TurboQuant
 from prefixcache.keys import BLOCK, TOKEN_BYTES
 from prefixcache.live.turboquant import TurboQuantKVCache
-from tests.inside import inside
+from tests.inside import inside, layer_of
 from tests.models.states import held
 
 HEADS, WIDTH, SINKS = 2, 64, 4
@@ -327,13 +327,14 @@ def test_live_caches_of_codes_are_left_alone() -> None:
     live = [TurboQuantKVCache(), KVCache()]
     extend(live, rows, 0, 700)
     codes, sinks, recent = (
-        np.array(part.arrays[0]) for part in (live[0]._layer.codes, live[0]._layer.sinks, live[0]._layer.recent)
+        np.array(part.arrays[0])
+        for part in (layer_of(live[0]).codes, layer_of(live[0]).sinks, layer_of(live[0]).recent)
     )
     with PrefixCache(ram="50MB", codec="turboquant") as cache:
         before = held(live[1:])
         cache.store(tokens[:300], extend([KVCache(), KVCache()], some_rows(700, 1), 0, 300), model="m")
         cache.store(tokens, live, model="m", write_back_from=0)
-        layer = live[0]._layer
+        layer = layer_of(live[0])
         now = [part.arrays[0] for part in (layer.codes, layer.sinks, layer.recent)]
         assert all(np.array_equal(a, b) for a, b in zip((codes, sinks, recent), now, strict=True))
         assert changed(before, live[1:]) == [set(range(512))]

@@ -15,7 +15,7 @@ import pytest
 
 from prefixcache import PrefixCache
 from prefixcache.ssd import queue
-from tests.inside import inside
+from tests.inside import inside, queue_of
 from tests.models import states
 from tests.models.states import prompt, put
 from tests.waiting import until
@@ -156,7 +156,7 @@ def test_images_that_left_a_failing_disk_s_queue_are_not_remembered_for_ever(ope
     monkeypatch.setattr(queue, "FIRST_DELAY", 60.0)
     cache = opened(ram="300KB")
     monkeypatch.setattr(os, "write", lambda *args: (_ for _ in ()).throw(OSError(errno.EIO, "broken")))
-    inside(cache).ssd._queue._delay = 60.0
+    queue_of(inside(cache).ssd)._delay = 60.0
     for seed in range(40):
         put(cache, prompt(seed, 512))
     assert len(inside(cache).storage.spilling._backlog) <= 2 * len(inside(cache).storage.graph.slots) + 1

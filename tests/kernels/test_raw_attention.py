@@ -13,6 +13,7 @@ from prefixcache.codecs.turboquant.format import AttentionCall, AttentionPart
 from prefixcache.kernels import raw_attention
 from prefixcache.live import TurboQuantKVCache, attention
 from prefixcache.live.attended import uncoded_for_kernel
+from tests.inside import layer_of
 
 pytestmark = pytest.mark.skipif(host_gpu.COMPILER is None, reason="no C++ compiler")
 
@@ -62,7 +63,7 @@ def test_it_gives_what_composed_operations_give(
     cache = batch_of(lengths, width, dtype, sinks, recent, cut)
     batch = len(lengths)
     cache.update_and_fetch(*(mx.random.normal((batch, 2, length, width)).astype(dtype) for _ in range(2)))
-    layer = cache._layer
+    layer = layer_of(cache)
     queries = mx.random.normal((batch, 4, length, width)).astype(dtype)
     mask = None
     if masked in ("bool", "additive"):

@@ -22,7 +22,7 @@ from prefixcache.layers.restore import MOST_LEVELS
 from prefixcache.live.decoding import decoded_sequence
 from prefixcache.live.levels import SharedLevels
 from prefixcache.live.turboquant import BatchTurboQuantKVCache, TurboQuantKVCache
-from tests.inside import inside
+from tests.inside import inside, layer_of
 from tests.layers.test_levels import error, skewed
 from tests.models import states
 
@@ -53,7 +53,7 @@ def first_rows(plain: list[Any], tokens: int) -> list[KVCache]:
 
 def bits(layer: TurboQuantKVCache) -> tuple[np.ndarray, np.ndarray]:
     """Codes and scales that are in use."""
-    codes, scales = layer._layer.codes.arrays
+    codes, scales = layer_of(layer).codes.arrays
     return np.array(codes[:, :, : layer.offset]), np.array(scales[:, :, : layer.offset])
 
 
@@ -68,7 +68,7 @@ def same_bits(a: list[Any], b: list[Any], tokens: int | None = None) -> bool:
 
 def starts(live: list[Any]) -> list[list[int]]:
     """Of each layer, from which tokens on rows have levels of their own."""
-    return [[run.first for run in layer._layer.runs[0]] for layer in live]
+    return [[run.first for run in layer_of(layer).runs[0]] for layer in live]
 
 
 def stored_bits(cache: PrefixCache, tokens: list[int], leaf: int) -> tuple[np.ndarray, np.ndarray]:
@@ -146,7 +146,7 @@ def test_what_is_stored_of_a_live_cache_is_its_own_bits_and_so_is_what_comes_bac
         assert [layer.offset for layer in back] == [700, 700]
         for a, b in zip(live, back, strict=True):
             assert (a.choice, a.kind) == (b.choice, b.kind)
-            assert b._layer.codes.capacity == 1024
+            assert layer_of(b).codes.capacity == 1024
         assert cache.store(LONG, back, model="m").new_tokens == 0
         cache.check_integrity()
 
@@ -219,7 +219,7 @@ def test_wrappers_give_live_caches_too(cache: PrefixCache) -> None:
     one = entry.layers[1]
     assert one.trim(100) == 100
     assert same_bits([_trimmed(live[1], 600)], [one.live(room=1000)])
-    assert one.live(room=1000)._layer.codes.capacity == 2048
+    assert layer_of(one.live(room=1000)).codes.capacity == 2048
     assert same_bits(live, entry.live())
     assert entry.trim(700) == 700
     assert [layer.offset for layer in entry.live()] == [0, 0]
@@ -265,7 +265,8 @@ def test_cycles_of_store_fetch_and_append_give_the_codes_of_one_pass(steps: list
         if sinks:
             for a, b in zip(whole, back, strict=True):
                 assert all(
-                    mx.array_equal(x, y) for x, y in zip(a._layer.sinks.arrays, b._layer.sinks.arrays, strict=True)
+                    mx.array_equal(x, y)
+                    for x, y in zip(layer_of(a).sinks.arrays, layer_of(b).sinks.arrays, strict=True)
                 )
         assert cache.stats().counters.recoded_tokens == 0
 
@@ -297,7 +298,7 @@ def test_a_live_cache_that_grows_is_stored_and_fetched_without_coding_twice(data
             assert all(now[key] == image for key, image in written.items())
             written = now
             back = fetched(cache, tokens)
-            if not any(layer._layer.waiting is not None for layer in live):
+            if not any(layer_of(layer).waiting is not None for layer in live):
                 assert same_bits(live, back)
             if data.draw(st.booleans(), label="go on with the hit"):
                 live = back
@@ -314,12 +315,12 @@ def test_sinks_come_back_as_they_are_also_of_a_prompt_shorter_than_them() -> Non
         for depth in (4, 9, 300):
             back = fetched(cache, LONG[:depth])
             for a, b in zip(plain, back, strict=True):
-                for own, raw in zip((a.keys, a.values), b._layer.sinks.arrays, strict=True):
+                for own, raw in zip((a.keys, a.values), layer_of(b).sinks.arrays, strict=True):
                     assert raw.shape == (1, 2, 9, 64)
                     assert mx.array_equal(raw[:, :, : min(depth, 9)], own[:, :, : min(depth, 9)])
             append(back, cut(plain, depth, 400))
             assert all(
-                mx.array_equal(b._layer.sinks.arrays[0], a.keys[:, :, :9]) for a, b in zip(plain, back, strict=True)
+                mx.array_equal(layer_of(b).sinks.arrays[0], a.keys[:, :, :9]) for a, b in zip(plain, back, strict=True)
             )
             cache.store([*LONG[:depth], *range(5000, 5400 - depth)], back, model="m")
             cache.check_integrity()
@@ -334,7 +335,7 @@ def test_levels_that_a_live_cache_measured_are_those_of_all_its_blocks(cache: Pr
     back = fetched(cache, LONG)
     assert starts(back) == [[0]] * 2
     for a, b in zip(live, back, strict=True):
-        assert all(map(same, a._layer.runs[0][0].levels, b._layer.runs[0][0].levels))
+        assert all(map(same, layer_of(a).runs[0][0].levels, layer_of(b).runs[0][0].levels))
     cache.store(list(range(2000, 2600)), skewed(600, 1), model="m")
     assert same_bits(live, fetched(cache, LONG))
 
@@ -364,7 +365,7 @@ def test_a_tail_that_a_plain_cache_stored_waits_in_a_live_one_until_it_is_long_e
     plain = skewed(700)
     cache.store(LONG[:100], first_rows(plain, 100), model="m")
     live = fetched(cache, LONG[:100])
-    assert all(layer._layer.waiting is not None for layer in live)
+    assert all(layer_of(layer).waiting is not None for layer in live)
     assert all(
         mx.array_equal(a.dequantize().keys[..., :100, :], b.keys[..., :100, :])
         for a, b in zip(live, plain, strict=True)
@@ -462,7 +463,7 @@ def test_levels_may_change_within_a_block(cache: PrefixCache) -> None:
     live = coded(skewed(700))
     other = coded(skewed(700, 5))
     for a, b in zip(live, other, strict=True):
-        a._layer.runs = ((Run(0, a._layer.runs[0][0].levels), Run(300, b._layer.runs[0][0].levels)),)
+        layer_of(a).runs = ((Run(0, layer_of(a).runs[0][0].levels), Run(300, layer_of(b).runs[0][0].levels)),)
     cache.store(LONG, live, model="m")
     assert cache.stats().counters.recoded_tokens == 212
     back = fetched(cache, LONG)
@@ -476,10 +477,10 @@ def test_levels_may_change_within_a_block(cache: PrefixCache) -> None:
 
 def _coded_only(layer: TurboQuantKVCache) -> Any:
     """What a live cache holds, without the last rows that it keeps as they are."""
-    coded, kind = layer._layer, layer.kind
+    coded, kind = layer_of(layer), layer.kind
     assert kind is not None
     codes, sinks = coded.codes.arrays, coded.sinks.arrays
-    return TurboQuantKVCache.from_codes(coded.choice, kind, coded.runs[0], codes, coded.rows, sinks)._layer
+    return layer_of(TurboQuantKVCache.from_codes(coded.choice, kind, coded.runs[0], codes, coded.rows, sinks))
 
 
 def test_what_one_tenant_s_hit_gave_is_stored_as_it_is_for_another_one() -> None:
@@ -592,10 +593,10 @@ def test_several_sequences_in_one_cache_are_refused(cache: PrefixCache) -> None:
 
 def test_levels_that_are_none_are_refused(cache: PrefixCache) -> None:
     live = coded(skewed(700))
-    pair = live[1]._layer.runs[0][0].levels
+    pair = layer_of(live[1]).runs[0][0].levels
     divisor = pair.values.divisor.copy()
     divisor[0, 0] = 0.5
-    live[1]._layer.runs = ((Run(0, pair._replace(values=type(pair.values)(pair.values.mean, divisor))),),)
+    layer_of(live[1]).runs = ((Run(0, pair._replace(values=type(pair.values)(pair.values.mean, divisor))),),)
     with pytest.raises(CacheError, match=r"layer 1 .*the levels of its values"):
         cache.store(LONG, live, model="m")
 

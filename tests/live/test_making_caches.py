@@ -25,6 +25,7 @@ from prefixcache import (
 )
 from prefixcache.live import SharedLevels
 from prefixcache.upstream import hook_attention, unhook_attention
+from tests.inside import layer_of
 from tests.models.families import FAMILIES
 
 TOKENS = [n * 7 % 128 for n in range(300)]
@@ -132,8 +133,8 @@ def test_levels_are_shared_between_layers_of_their_own():
     model(mx.array([TOKENS]), cache=first)
     second = make_prompt_cache(model, TurboQuant(), levels=shared)
     model(mx.array([[1, 2, 3]]), cache=second)
-    own = [cache._layer.runs[0][0].levels for cache in second]
-    assert own == [cache._layer.runs[0][0].levels for cache in first]
+    own = [layer_of(cache).runs[0][0].levels for cache in second]
+    assert own == [layer_of(cache).runs[0][0].levels for cache in first]
     assert len({id(pair) for pair in own}) == len(own)
 
 

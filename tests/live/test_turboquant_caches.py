@@ -18,6 +18,7 @@ from prefixcache.live import layer as live_layer
 from prefixcache.live import levels as live_levels
 from prefixcache.live.attended import coded_parts
 from prefixcache.live.stand_in import CodesStandIn
+from tests.inside import layer_of
 from tests.live.generating import alone, check_logprobs, drive, feed
 from tests.models.families import FAMILIES
 
@@ -153,7 +154,7 @@ def test_no_decoded_copy_of_the_past_is_ever_held_or_made(monkeypatch):
     queries, keys, values = added(cache, 2000)
     assert isinstance(keys, CodesStandIn)
     assert isinstance(values, CodesStandIn)
-    layer = cache._layer
+    layer = layer_of(cache)
     assert all(array.dtype in (mx.uint32, mx.uint16) or array.shape[2] <= 128 for array in layer.arrays())
     if turboquant_live.attend(coded_parts(layer)[0], AttentionCall(queries[:, :, -1:], 1.0)) is None:
         pytest.skip("no kernel here: head by head is decoded for the moment")
@@ -166,7 +167,7 @@ def test_what_is_kept_as_it_is_keeps_nothing_else_alive():
     cache = cache_of(levelling=False, sink_tokens=4, recent_tokens=16)
     added(cache, 500)
     mx.eval(cache.state)
-    for array in (*cache._layer.sinks.arrays, *cache._layer.recent.arrays):
+    for array in (*layer_of(cache).sinks.arrays, *layer_of(cache).recent.arrays):
         assert np.asarray(array).flags.c_contiguous  # a view of the 500 rows is not
 
 
@@ -174,7 +175,7 @@ def test_bytes_are_those_of_the_buffers_and_are_a_quarter_of_fp16():
     cache = TurboQuantKVCache()
     cache.update_and_fetch(rows(32768, heads=1, width=128), rows(32768, heads=1, width=128))
     assert cache.nbytes <= 0.27 * 32768 * 2 * 128 * 2
-    layer = cache._layer
+    layer = layer_of(cache)
     buffers = sum(array.nbytes for array in (*layer.codes.arrays, *layer.recent.arrays))
     assert buffers <= cache.nbytes <= buffers + 10_000  # levels
 
@@ -241,7 +242,7 @@ def test_levels_that_are_shared_are_measured_once(monkeypatch):
     assert len(measured) == 2  # keys and values
     short = TurboQuantKVCache(levels=shared, layer=2)
     added(short, 5)  # no need to wait for 256
-    assert short._layer.waiting is None
+    assert layer_of(short).waiting is None
 
 
 @pytest.mark.parametrize(
@@ -504,7 +505,7 @@ def test_a_batch_that_begins_empty_measures_its_levels_together():
     batch = TurboQuantKVCache.merge([TurboQuantKVCache() for _ in range(3)])
     batch.prepare(lengths=[150, 100, 40], right_padding=[0, 50, 110])
     batch.update_and_fetch(rows(150, 3), rows(150, 3))
-    assert batch._layer.waiting is None  # 290 rows that aren't padding
+    assert layer_of(batch).waiting is None  # 290 rows that aren't padding
     batch.finalize()
     assert batch.offset.tolist() == [150, 100, 40]
     assert batch.left_padding.tolist() == [0, 50, 110]
@@ -623,5 +624,5 @@ def words_that_differ(one, other):
     rows = min(one.offset, other.offset)
     if not rows:
         return 0.0
-    words, others = (np.array(cache._layer.codes.arrays[0][:, :, :rows]) for cache in (one, other))
+    words, others = (np.array(layer_of(cache).codes.arrays[0][:, :, :rows]) for cache in (one, other))
     return float(np.mean(words != others))

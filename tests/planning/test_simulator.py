@@ -27,7 +27,7 @@ from prefixcache.planning.sizes import StateSizes
 from prefixcache.store_fetch_remove.image_maker import LiveMaker
 from prefixcache.tiers.parting import states_on_the_way
 from prefixcache.trace.reading import Request, Trace
-from tests.inside import inside
+from tests.inside import inside, queue_of
 from tests.models.families import BASE, DELTA, MOE
 from tools.soak.bases import LayerRows, basis_of
 
@@ -84,7 +84,7 @@ def by_turns(cache: PrefixCache, monkeypatch: pytest.MonkeyPatch) -> None:
     """The SSD's writer works when a simulation's does: when it is waited for, and between batches of blocks. Reads are done
     when they are asked for, as a simulation's are.
     """
-    queue, due = inside(cache).ssd._queue, inside(cache).ssd._queue._due
+    queue, due = queue_of(inside(cache).ssd), queue_of(inside(cache).ssd)._due
     queue._due = lambda: (queue._hurry > 0 or queue._closing) and due()
     make, read = LiveMaker.make, inside(cache).ssd.read
 

@@ -12,6 +12,7 @@ import sys
 import pytest
 
 from prefixcache.ssd import queue
+from tests.inside import directory_of, queue_of
 from tests.waiting import until
 
 from .images import SPACE, chain, full, make, path_of
@@ -74,7 +75,7 @@ def test_a_failing_disk_is_reported_and_outlived(ssd, root, monkeypatch, call, n
 
 def test_while_the_disk_fails_writes_are_refused_at_once(ssd, monkeypatch):
     monkeypatch.setattr(queue, "FIRST_DELAY", 60.0)
-    ssd._queue._delay = 60.0
+    queue_of(ssd)._delay = 60.0
     with failing(monkeypatch, "write", errno.ENOSPC):
         ssd.write(make(1)[0], SPACE, make(1)[1])
         until(lambda: ssd.reports)
@@ -98,7 +99,7 @@ def test_what_waits_behind_a_failure_is_reported_too(ssd, monkeypatch):
 
 def test_an_index_that_can_t_commit_fails_the_writes_and_keeps_no_file_that_was_deleted(ssd, root, monkeypatch):
     stored = ssd.put(*chain(3))
-    index = ssd._opened.index
+    index = directory_of(ssd).index
     with monkeypatch.context() as patch:
         patch.setattr(index, "transaction", full)
         ssd.write(make(9)[0], SPACE, make(9)[1])
@@ -106,7 +107,7 @@ def test_an_index_that_can_t_commit_fails_the_writes_and_keeps_no_file_that_was_
         assert not ssd.flush(5)
         assert not path_of(root, stored[0]).exists()  # that takes no room
         assert ssd.stats().files == 2
-        assert ssd._opened.ledger.held().file_bytes == sum(entry.disk for entry in stored[1:])
+        assert directory_of(ssd).ledger.held().file_bytes == sum(entry.disk for entry in stored[1:])
     until(lambda: ssd.flush(5))
     assert not path_of(root, stored[0]).exists()
     assert not path_of(root, make(9)[0]).exists()
@@ -169,9 +170,9 @@ def test_an_index_that_sqlite_finds_damaged_is_rebuilt_from_the_files_while_it_r
     there: list[set] = []
     ssd = open_tier(recreated=there.append)
     stored = ssd.put(*chain(5))
-    index = ssd._opened.index._connection
+    index = directory_of(ssd).index._connection
     (page,) = index.execute("SELECT rootpage FROM sqlite_master WHERE name = 'image_by_key'").fetchone()
-    ssd._opened.index.checkpoint()
+    directory_of(ssd).index.checkpoint()
     index.execute("PRAGMA shrink_memory")
     # By another process: a descriptor of this one that is closed would drop SQLite's locks.
     script = f"f = open({str(root / 'index.db')!r}, 'r+b'); f.seek({(page - 1) * 4096}); f.write(b'\\xff' * 4096)"

@@ -7,6 +7,7 @@ import time
 import pytest
 
 from prefixcache.ssd.errors import LogHeld
+from tests.inside import directory_of
 from tests.waiting import until
 from tools.faults.evidence import du
 
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("impatient")
 
 def test_a_log_that_can_t_be_cut_grows_within_its_allowance_and_is_cut_afterwards(open_tier, root):
     ssd = open_tier(limit=8 << 20)
-    allowance = ssd._opened.ledger.log_allowance
+    allowance = directory_of(ssd).ledger.log_allowance
     with while_read(root):
         stored = 0
         for entry, image in chain(200):
@@ -35,7 +36,7 @@ def test_a_log_that_can_t_be_cut_grows_within_its_allowance_and_is_cut_afterward
         assert time.monotonic() - before < 1  # no write waits for the reader
     until(lambda: ssd.flush(5))
     ssd.put(make(999))
-    assert (root / "index.db-wal").stat().st_size <= ssd._opened.ledger.checkpoint_above
+    assert (root / "index.db-wal").stat().st_size <= directory_of(ssd).ledger.checkpoint_above
     ssd.check_integrity()
 
 
@@ -58,7 +59,7 @@ def test_a_log_that_has_no_room_to_grow_fails_the_writes_and_deletes_the_files_a
         assert not ssd.flush(5)
         until(lambda: not any(path_of(root, entry).exists() for entry in stored))
         assert du(root) < before
-        assert ssd._opened.ledger.held().deleting == 0
+        assert directory_of(ssd).ledger.held().deleting == 0
     until(lambda: ssd.flush(5))
     ssd.check_integrity()
     ssd.put(make(2000))
@@ -84,7 +85,7 @@ def test_a_closing_beside_a_reader_ends_and_the_next_opening_finds_all(open_tier
 def test_the_rows_of_files_that_left_first_are_forgotten_by_the_next_opening(open_tier, root, monkeypatch):
     ssd = open_tier()
     stored = ssd.put(*chain(4))
-    monkeypatch.setattr(ssd._opened.index, "transaction", full)
+    monkeypatch.setattr(directory_of(ssd).index, "transaction", full)
     ssd.delete(stored[2:])
     assert not ssd.flush(5)
     ssd.close(1)

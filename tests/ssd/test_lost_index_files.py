@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.inside import directory_of
 from tests.waiting import until
 from tools.faults.evidence import du
 
@@ -63,7 +64,7 @@ def test_a_lost_log_is_cut_as_any_other(open_tier, root, lose):
         assert ssd.flush(10)
         assert open_bytes(root) <= ssd.limit
     ssd.check_integrity()
-    assert (root / "index.db-wal").stat().st_size <= ssd._opened.ledger.log_allowance
+    assert (root / "index.db-wal").stat().st_size <= directory_of(ssd).ledger.log_allowance
 
 
 def open_bytes(root: Path) -> int:

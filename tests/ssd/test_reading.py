@@ -10,6 +10,7 @@ import shutil
 import pytest
 
 from prefixcache.ssd import Corrupt, Unreadable, reconcile
+from tests.inside import directory_of, queue_of
 
 from .images import chain, execute, flip, make, path_of
 
@@ -142,8 +143,8 @@ def test_a_reader_that_comes_late_does_not_quarantine_the_new_file(ssd, root):
     (root / "tmp" / "spacer").unlink()
     os.close(kept)
     old = (before.st_dev, before.st_ino + 10**9)
-    assert not ssd._opened.move_away(str(path_of(root, stored)), "late", old)
-    ssd._queue.forget(stored)
+    assert not directory_of(ssd).move_away(str(path_of(root, stored)), "late", old)
+    queue_of(ssd).forget(stored)
     ssd.flush(10)
     assert ssd.holds(stored, pair[1])
     ssd.check_integrity()

@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from prefixcache.ssd import Cancelled, Corrupt, Entry, queue, reconcile
 from prefixcache.ssd.index import connect
+from tests.inside import directory_of, queue_of
 from tests.waiting import until
 from tools.faults.evidence import du
 
@@ -117,7 +118,7 @@ class Tier(RuleBasedStateMachine):
 
     @rule(numbers=st.lists(which, max_size=6))
     def delete_while_the_index_can_t_be_written(self, numbers):
-        with patch.object(self.ssd._opened.index, "transaction", full):
+        with patch.object(directory_of(self.ssd).index, "transaction", full):
             self.delete(numbers)
             self.ssd.flush(5)
         for number in numbers:
@@ -183,7 +184,7 @@ class Tier(RuleBasedStateMachine):
 
     @invariant()
     def exact_when_idle(self):
-        if self.ssd._queue.drained and self.ssd._queue.counters().queued_bytes == 0:
+        if queue_of(self.ssd).drained and queue_of(self.ssd).counters().queued_bytes == 0:
             self.settle()
             self.ssd.check_integrity()
             assert self.ssd.stats().files == len(self.model)

@@ -10,6 +10,7 @@ import pytest
 
 from prefixcache import keys
 from prefixcache.ssd import Cancelled, NamespaceRow, SsdError
+from tests.inside import directory_of
 from tests.waiting import until
 
 from .images import ROOT, SPACE, chain, gate, hold, make, path_of
@@ -369,7 +370,7 @@ def test_folders_leave_with_their_last_image(open_tier, root):
 def test_a_transaction_that_fails_leaves_the_namespaces_as_they_were(open_tier):
     ssd = open_tier()
     stored = ssd.put(*chain(2))
-    index = ssd._opened.index
+    index = directory_of(ssd).index
     with suppress(ZeroDivisionError), index.transaction():
         index.remove([entry.address for entry in stored])
         raise ZeroDivisionError

@@ -14,6 +14,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from tests.inside import directory_of
 from tests.ssd.images import Opened, chain
 from tools.faults import disk, tamper
 from tools.faults.evidence import du
@@ -63,7 +64,7 @@ def account(tmp_path):
     """A directory with three images that were acknowledged, and the account of them."""
     ssd = Opened(tmp_path / "cache")
     entries = ssd.put(*chain(3))
-    truth = Truth(ssd._opened.directory)
+    truth = Truth(directory_of(ssd).directory)
     for entry in entries:
         truth.wrote(entry.kind, entry.key.hex(), entry.checksum, time.monotonic(), False)
     ssd.close()
