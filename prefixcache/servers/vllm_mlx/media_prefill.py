@@ -66,7 +66,9 @@ def reusing(encode: Callable[..., mx.array]) -> Callable[..., mx.array]:
         try:
             prefill = MediaPrefill(self, request, cache)
         except Exception as error:
-            self.prefix_cache.warn_once("a prompt with pictures is not kept: %s: %s", type(error).__name__, error)
+            self.prefix_cache.reports.warn_once(
+                "a prompt with pictures is not kept: %s: %s", type(error).__name__, error
+            )
             return whole()
         return prefill.run(whole)
 
@@ -101,7 +103,7 @@ class MediaPrefill:
         try:
             in_parts = self._in_parts()
         except Exception as error:
-            self.kept.warn_once("a hit is not used: %s: %s", type(error).__name__, error)
+            self.kept.reports.warn_once("a hit is not used: %s: %s", type(error).__name__, error)
             self.cache[:] = empty_layers(self.generator)
         logits, since = (whole(), 0) if in_parts is None else in_parts
         auxiliary = {"last_logits": logits[:, -1, :]} if self.recurrent else {}

@@ -6,10 +6,9 @@ weights a model has, is `vllm_mlx`'s.
 
 from __future__ import annotations
 
-import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 from prefixcache.blocks.budget import Reservation
@@ -19,11 +18,9 @@ from prefixcache.layers.form import CacheForm
 from prefixcache.media import Media
 from prefixcache.servers.read_or_compute import ReadOrCompute
 from prefixcache.servers.vllm_mlx.auxiliary import Auxiliary, give, hold
+from prefixcache.servers.vllm_mlx.reports import MIB, Reports
 from prefixcache.tiers.prompt import Prompt
 
-log = logging.getLogger("prefixcache")
-
-MIB = 1 << 20  # vllm-mlx's megabyte
 LEAST = 128  # tokens of a prompt or a hit, where no configuration says otherwise
 LONGEST_WAIT = 5.0  # seconds that one lookup waits for the SSD; the requests under way stand still meanwhile
 LABEL = "vllm-mlx"
@@ -52,7 +49,7 @@ class TieredPrefixCache:
     is the caller's own, and leaves at least one token to compute. Nothing here raises on the way of a request: what
     can't be kept is refused, what can't be read is a miss.
 
-    Thread-safe: `_lock` guards the counters and the reservations. What the last `fetch` found is kept for each thread.
+    Thread-safe: `_lock` guards the reservations. What the last `fetch` found is kept for each thread.
     """
 
     def __init__(
@@ -79,10 +76,9 @@ class TieredPrefixCache:
         self._here = _Here()
         self._lock = threading.Lock()
         self._reserved: list[Reservation] = []
-        self._said: set[str] = set()
-        self._hits = self._misses = self._saved = self._rejections = self._evicted_before = 0
+        self.reports = Reports(cache)
         if getattr(config, "kv_quantize", False):
-            self.warn_once("KV quantisation of vllm-mlx is not used: what is kept is coded by %s", cache.codec)
+            self.reports.warn_once("KV quantisation of vllm-mlx is not used: what is kept is coded by %s", cache.codec)
 
     # -- finding ------------------------------------------------------------------------------------------------------
 
@@ -104,13 +100,10 @@ class TieredPrefixCache:
         here = self._here
         whole, here.whole, here.key = here.whole, None, None
         hit = PromptHit("miss")
-        with self._quietly("a lookup"):
+        with self.reports.quietly("a lookup"):
             hit = self._find(tokens, whole, max(self._least, least))
         here.kind = hit.kind
-        with self._lock:
-            self._hits += hit.prompt_cache is not None
-            self._misses += hit.prompt_cache is None
-            self._saved += hit.depth
+        self.reports.looked_up(hit.depth, is_hit=hit.prompt_cache is not None)
         return hit
 
     def _find(self, tokens: Sequence[int] | Prompt, whole: bytes | None, least: int) -> PromptHit:
@@ -156,7 +149,7 @@ class TieredPrefixCache:
     def fetch_exact_auxiliary(self, tokens: Sequence[int] | Prompt) -> dict[str, Any] | None:
         """Return what was stored beside exactly these tokens, as new arrays; None where their whole state is not at hand."""
         self._here.whole = None
-        with self._quietly("a lookup"):
+        with self.reports.quietly("a lookup"):
             prompt = self.prompt(tokens)
             kept = self._auxiliary.get(prompt.token_bytes)
             if kept is None:
@@ -226,9 +219,9 @@ class TieredPrefixCache:
             self.cache.keep_hot(prompt, layers)
             held = {name: hold(value) for name, value in (auxiliary or {}).items()}
         except Exception as error:
-            self._reject(error)
+            self.reports.refused(error)
             return None
-        return PreparedEntry(self, prompt, stored.new_bytes, held)
+        return PreparedEntry(self.cache, prompt, stored.new_bytes, held)
 
     def commit_prepared(
         self,
@@ -249,12 +242,8 @@ class TieredPrefixCache:
                 self._auxiliary.put(entry.prompt.token_bytes, entry.held)
             return True
         except Exception as error:
-            self._reject(error)
+            self.reports.refused(error)
             return False
-
-    def _whole(self, prompt: Prompt) -> list[Any] | None:
-        prompt_cache, rest = self.cache.fetch(prompt, leave=0)
-        return prompt_cache if not len(rest) else None
 
     # -- letting go ---------------------------------------------------------------------------------------------------
 
@@ -262,7 +251,7 @@ class TieredPrefixCache:
         """Forget this prompt, in every tier whatever `include_ssd` says, as far as no longer one goes on from it. False
         when there was nothing to forget.
         """
-        with self._quietly("forgetting a prompt"):
+        with self.reports.quietly("forgetting a prompt"):
             prompt = self.prompt(tokens)
             self._auxiliary.drop(prompt.token_bytes)
             return self.cache.remove(prompt) > 0
@@ -273,7 +262,7 @@ class TieredPrefixCache:
         and what it was still to get is written.
         """
         self._auxiliary.clear()
-        with self._quietly("clearing"):
+        with self.reports.quietly("clearing"):
             self.cache.trim_to(0)
         self.reset_stats()
 
@@ -281,7 +270,7 @@ class TieredPrefixCache:
         """Reserve bytes of the RAM budget, evicting for them. False when the room can't be had."""
         if nbytes <= 0:
             return True
-        with self._quietly("a reservation"):
+        with self.reports.quietly("a reservation"):
             reservation = self.cache.reserve(nbytes)
             if reservation is not None:
                 with self._lock:
@@ -301,7 +290,7 @@ class TieredPrefixCache:
     def set_ssd_tier(self, ssd_tier: Any) -> None:
         """vllm-mlx's own SSD tier is never used; the PrefixCache has one of its own (setting `ssd_dir`)."""
         if ssd_tier is not None:
-            self.warn_once("--ssd-cache-dir is not used: give the PrefixCache an ssd_dir")
+            self.reports.warn_once("--ssd-cache-dir is not used: give the PrefixCache an ssd_dir")
 
     def check_ssd(self, tokens: list[int]) -> dict[str, Any] | None:
         """Return None: what the SSD has came with `fetch`, as far as waiting for it paid."""
@@ -310,12 +299,14 @@ class TieredPrefixCache:
     def save_to_disk(self, cache_dir: str) -> bool:
         """Make what RAM holds durable, in the PrefixCache's own directory. False without one, or when it took too long."""
         if self.cache.stats().ssd is None:
-            self.warn_once("nothing is kept over a restart: the PrefixCache has no ssd_dir")
+            self.reports.warn_once("nothing is kept over a restart: the PrefixCache has no ssd_dir")
             return False
-        with self._quietly("saving"):
+        with self.reports.quietly("saving"):
             if self.cache.flush():
                 return self.cache.stats().images_on_ssd > 0
-            self.warn_once("not all of RAM was written within close_timeout=%s s", self.cache.settings.close_timeout)
+            self.reports.warn_once(
+                "not all of RAM was written within close_timeout=%s s", self.cache.settings.close_timeout
+            )
         return False
 
     def load_from_disk(self, cache_dir: str) -> int:
@@ -330,29 +321,11 @@ class TieredPrefixCache:
         entries and memory are of the whole PrefixCache, whose `stats()` is under "prefixcache". An entry is a sequence that
         no other goes on from, in any tier.
         """
-        stats = self.cache.stats()
-        with self._lock:
-            asked = self._hits + self._misses
-            return {
-                "hits": self._hits,
-                "misses": self._misses,
-                "hit_rate": round(self._hits / asked, 4) if asked else 0.0,
-                "evictions": stats.counters.evicted - self._evicted_before,
-                "tokens_saved": self._saved,
-                "current_memory_mb": round(stats.ram_held / MIB, 2),
-                "max_memory_mb": round(stats.ram_limit / MIB, 2),
-                "memory_utilization": round(stats.ram_held / stats.ram_limit, 4),
-                "entry_count": stats.sequences,
-                "store_rejections": self._rejections,
-                "prefixcache": stats.as_dict(),
-            }
+        return self.reports.numbers()
 
     def reset_stats(self) -> None:
         """Count from 0 again."""
-        evicted = self.cache.stats().counters.evicted
-        with self._lock:
-            self._hits = self._misses = self._saved = self._rejections = 0
-            self._evicted_before = evicted
+        self.reports.reset()
 
     @property
     def memory_usage_mb(self) -> float:
@@ -383,26 +356,6 @@ class TieredPrefixCache:
         """Return whether the state of all these tokens is in RAM."""
         return bool(len(tokens)) and self.cache.match(self.prompt(tokens)).ram == len(tokens)
 
-    def _reject(self, error: Exception) -> None:
-        with self._lock:
-            self._rejections += 1
-        self.warn_once("a prompt cache was not kept: %s: %s", type(error).__name__, error)
-
-    @contextmanager
-    def _quietly(self, what: str) -> Iterator[None]:
-        """Nothing that fails here goes on to the thread that generates."""
-        try:
-            yield
-        except Exception as error:
-            self.warn_once(f"{what} failed: %s: %s", type(error).__name__, error)
-
-    def warn_once(self, text: str, *values: Any) -> None:
-        """Warn, once for each kind of thing."""
-        with self._lock:
-            level = logging.DEBUG if text in self._said else logging.WARNING
-            self._said.add(text)
-        log.log(level, text, *values)
-
 
 class PreparedEntry:
     """What `prepare_store` gives: the tokens, the bytes that were added for them, and the auxiliary data until the commit.
@@ -410,7 +363,7 @@ class PreparedEntry:
     `cache` is another copy of the state with each access, its reader's own; None when it has left RAM.
     """
 
-    def __init__(self, owner: TieredPrefixCache, prompt: Prompt, nbytes: int, held: dict[str, Any]):
+    def __init__(self, owner: PrefixCache, prompt: Prompt, nbytes: int, held: dict[str, Any]):
         self._owner = owner
         self.prompt = prompt
         self.memory_bytes = nbytes
@@ -422,7 +375,8 @@ class PreparedEntry:
 
     @property
     def cache(self) -> list[Any] | None:
-        return self._owner._whole(self.prompt)
+        prompt_cache, rest = self._owner.fetch(self.prompt, leave=0)
+        return prompt_cache if not len(rest) else None
 
     @property
     def auxiliary(self) -> dict[str, Any] | None:
