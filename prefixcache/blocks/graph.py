@@ -223,7 +223,7 @@ class Graph:
             reservation.spend(images=slot.nbytes)
             slot.image = image
             self.ram_by_label[slot.node.label] += slot.nbytes
-            self.orders[RAM].add(slot)
+            self.recency.enter_ram(slot)
             self.version += _has_siblings(slot)  # of equal ones a walk takes one in RAM
         elif tier == RAM + 1:
             slot.disk = disk
@@ -242,7 +242,7 @@ class Graph:
         self.images[tier] -= 1
         if tier == RAM:
             self._free(slot)
-            self.orders[RAM].remove(slot)
+            self.recency.leave_ram(slot)
         else:
             if tier == RAM + 1:
                 slot.disk = 0
@@ -274,7 +274,7 @@ class Graph:
     def detach(self, slot: Slot) -> None:
         """Take a slot that waits for a write out of sight at once; its bytes stay counted until `release`."""
         if slot.is_in(RAM):
-            self.orders[RAM].remove(slot)
+            self.recency.leave_ram(slot)
         self.recency.unflushed.pop(slot, None)
         for tier in self.tiers:
             if slot.is_in(tier):
@@ -484,7 +484,7 @@ def _demote_unserved(slot: Slot, tier: int, order: LeasedLast) -> None:
         top, node = node, node.parent
     stack = [top] if top is not None else []
     if slot.suffix:
-        stack += [k for k in slot.node.children if k.tokens.startswith(slot.suffix) and not _is_needed(k, tier)]
+        stack += [child for child in slot.node.children_beginning(slot.suffix) if not _is_needed(child, tier)]
     while stack:  # parents before children: who is moved last is evicted first
         node = stack.pop()
         if node.rows is not None and node.rows.is_in(tier) and node.rows in order:

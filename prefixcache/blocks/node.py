@@ -168,6 +168,13 @@ class Node:
         if self.rows is not None:
             yield self.rows
 
+    def children_beginning(self, tokens: bytes) -> Iterator[Node]:
+        """Yield the children whose tokens begin with these."""
+        for i in range(bisect_left(self.child_tokens, tokens), len(self.children)):
+            if not self.child_tokens[i].startswith(tokens):
+                return
+            yield self.children[i]
+
     def snapshots_of(self, tokens: bytes) -> Iterator[Slot]:
         """Yield the snapshots here whose suffix begins `tokens`, the longest first."""
         for size in sorted(self.sizes, reverse=True):
@@ -222,14 +229,8 @@ def dependencies(slot: Slot) -> Iterator[Slot]:
 
 def covering_rows(snapshot: Slot) -> Slot | None:
     """Return the rows that go on from a snapshot's block up to its boundary; of several the most recent."""
-    node, covering = snapshot.node, None
-    for i in range(bisect_left(node.child_tokens, snapshot.suffix), len(node.children)):
-        if not node.child_tokens[i].startswith(snapshot.suffix):
-            break
-        rows = node.children[i].rows
-        if rows is not None and (covering is None or rows.tick > covering.tick):
-            covering = rows
-    return covering
+    rows = (child.rows for child in snapshot.node.children_beginning(snapshot.suffix) if child.rows is not None)
+    return max(rows, key=lambda slot: slot.tick, default=None)
 
 
 def common_tokens(a: bytes, b: bytes) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable
 
 from prefixcache.blocks.budget import Budget
@@ -9,6 +10,7 @@ from prefixcache.blocks.leased_last import LeasedLast
 from prefixcache.blocks.node import RAM, Slot, rank
 from prefixcache.blocks.policies import POLICIES
 from prefixcache.blocks.use_times import UseTimes
+from prefixcache.image_format import SNAPSHOT
 
 
 class Recency:
@@ -19,11 +21,21 @@ class Recency:
         fixed = rule.fixed(budget.limit)
         self._fixed = budget.reserve(tiers * fixed)  # held as long as the graph is
         self.orders = tuple(LeasedLast(rule.make(fixed), tier) for tier in range(tiers))
+        self.snapshots: OrderedDict[Slot, None] = OrderedDict()  # those in RAM, the least recently used first
         self.slot_bytes = rule.slot_bytes
         self.clock = 0
         self.times = UseTimes()
         # Below RAM and used since the index last heard of it: the hits among these uses.
         self.unflushed: dict[Slot, int] = {}
+
+    def enter_ram(self, slot: Slot) -> None:
+        self.orders[RAM].add(slot)
+        if slot.kind == SNAPSHOT:
+            self.snapshots[slot] = None
+
+    def leave_ram(self, slot: Slot) -> None:
+        self.orders[RAM].remove(slot)
+        self.snapshots.pop(slot, None)
 
     def attach(self, slot: Slot) -> None:
         for order in self.orders[1:]:
@@ -46,6 +58,8 @@ class Recency:
             slot.evict_first = False
             if hit:
                 slot.hits += 1
+            if slot.kind == SNAPSHOT and slot in self.snapshots:
+                self.snapshots.move_to_end(slot)
             if slot.tiers > 1:
                 unflushed[slot] = unflushed.get(slot, 0) + hit
         for order in self.orders:
@@ -81,6 +95,7 @@ class Recency:
     def check_integrity(self, present: list[set[Slot]], slots: set[Slot]) -> None:
         """Raise AssertionError unless the orders have what they should, of what is `present` in each tier."""
         assert set(self.orders[RAM]) == present[RAM]
+        assert self.snapshots.keys() == {slot for slot in present[RAM] if slot.kind == SNAPSHOT}
         for order in self.orders[1:]:
             assert set(order) == slots
         for order in self.orders:

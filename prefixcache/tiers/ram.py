@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from prefixcache.blocks.budget import Reservation
-from prefixcache.blocks.eviction import eviction_victim, least_recent_leaf
+from prefixcache.blocks.eviction import least_recent_leaf, victim_in_ram
 from prefixcache.blocks.node import RAM, Node, Slot
 from prefixcache.byte_sizes import size
 from prefixcache.image_format import ROWS
@@ -86,7 +86,7 @@ class Ram:
                 if self._evict_hot():
                     continue
                 writes_are_enough = held.total - held.queued <= nbytes
-                victim = None if writes_are_enough else eviction_victim(self._state.graph, RAM)
+                victim = None if writes_are_enough else victim_in_ram(self._state.graph)
                 if victim is None or not self._evict(victim, False, asked=True):
                     return False
             return True
@@ -172,7 +172,7 @@ class Ram:
                 continue
             if not drop and budget.queued >= missing:
                 return False  # enough is being written
-            victim = eviction_victim(state.graph, RAM)
+            victim = victim_in_ram(state.graph)
             if victim is None:
                 evicted = self._discard_for_nodes()
             elif claim is not None and claim.spares(victim, nbytes):
@@ -194,7 +194,7 @@ class Ram:
                 continue
             if room + budget.held().queued >= 0:  # enough is being written
                 return False
-            victim = eviction_victim(state.graph, RAM)
+            victim = victim_in_ram(state.graph)
             if not (self._evict(victim, drop, asked=True) if victim is not None else self._discard_for_nodes()):
                 return False
         return True

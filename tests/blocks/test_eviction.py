@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from prefixcache.blocks.eviction import eviction_order, eviction_victim
+from prefixcache.blocks.eviction import eviction_order, eviction_victim, victim_in_ram
 from prefixcache.blocks.graph import NODE_BYTES, SLOT_BYTES
 from prefixcache.blocks.lookup import required_images
 from prefixcache.blocks.node import BLOCK_BYTES, RAM, Window
@@ -22,6 +22,41 @@ def test_a_hit_counts_for_the_blocks_it_reads_only():
     planting.touch(blocks(1, 2))
     assert order(planting, RAM) == [("rows", 768), ("rows", 256), ("rows", 512), ("rows", 256)]
     assert [planting.rows(blocks(1, 2, 3)[:n]).hits for n in (256, 512, 768)] == [2, 2, 1]
+
+
+def thinned(planting: Planting, count: int) -> list[int]:
+    """The boundaries of the snapshots that leave RAM next."""
+    ends = []
+    while len(ends) < count and (slot := victim_in_ram(planting.graph)) is not None:
+        planting.graph.drop(slot, RAM)
+        planting.graph.check_integrity()
+        ends += [slot.end] * (slot.kind == "snapshot")
+    return ends
+
+
+def test_a_prompt_that_grew_is_thinned_where_its_snapshots_are_near_each_other():
+    planting, prompt = Planting(snapshots=True), blocks(*range(32))
+    for end in (*range(512, 4096, 512), 4096, 8192):
+        planting.store(prompt[:end])
+    assert thinned(planting, 3) == [512, 1536, 2560]
+    assert [planting.reach(prompt[:end]) for end in (1024, 2000, 3072, 8192)] == [1024, 1024, 3072, 8192]
+
+
+def test_where_a_prompt_ended_stays_longer_than_where_another_went_on():
+    planting, first, second = Planting(snapshots=True), blocks(1, 2), blocks(*range(10, 16))
+    planting.store(first)
+    for end in (512, 1024, 1536):
+        planting.store(second[:end])
+    assert thinned(planting, 2) == [512, 1024]
+    assert planting.reach(first) == len(first)
+
+
+def test_the_snapshot_that_was_used_last_stays_however_little_it_saves():
+    planting = Planting(snapshots=True)
+    for end in (1024, 2048, 2049):
+        planting.store(blocks(*range(9))[:end])
+    thinned(planting, 2)
+    assert planting.reach(blocks(*range(9))) == 2049
 
 
 def test_a_hit_in_ram_touches_the_order_of_the_ssd_too():

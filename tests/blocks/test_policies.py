@@ -24,7 +24,7 @@ from hypothesis.stateful import (
 
 from prefixcache.blocks.adaptive import Adaptive, Duel, Ghosts
 from prefixcache.blocks.budget import Budget
-from prefixcache.blocks.eviction import eviction_victim
+from prefixcache.blocks.eviction import eviction_victim, victim_in_ram
 from prefixcache.blocks.graph import SLOT_BYTES, Graph
 from prefixcache.blocks.lru import Lru
 from prefixcache.blocks.node import RAM, Node, Slot, Window
@@ -314,7 +314,7 @@ class TreeMachine(RuleBasedStateMachine):
     @rule(tier=st.sampled_from(TIERS), count=st.sampled_from([1, 1, 2, 5]))
     def evict(self, tier: int, count: int) -> None:
         for _ in range(count):
-            slot = eviction_victim(self.graph, tier)
+            slot = victim_in_ram(self.graph) if tier == RAM else eviction_victim(self.graph, tier)
             if slot is None:
                 return
             assert not slot.pins
@@ -323,6 +323,18 @@ class TreeMachine(RuleBasedStateMachine):
             assert not self.graph.has_dependents(slot, tier)
             assert not self.is_last(slot, tier) or all(self.is_last(other, tier) for other in self.evictable(tier))
             self.graph.drop(slot, tier)
+
+    @precondition(lambda self: self.snapshots and self.policy == "lru")
+    @rule(data=st.data())
+    def evict_after_a_hit(self, data) -> None:
+        """What was hit last is hit as deep again, if RAM has another snapshot to give."""
+        tokens = data.draw(st.sampled_from(self.known))
+        self.planting.touch(tokens)
+        depth = self.planting.reach(tokens)
+        others = [slot for slot in self.evictable(RAM) if slot.kind == "snapshot" and not self.is_last(slot, RAM)]
+        if depth and len(others) > 1:
+            self.graph.drop(victim_in_ram(self.graph), RAM)
+            assert self.planting.reach(tokens) == depth
 
     def is_last(self, slot: Slot, tier: int) -> bool:
         """A lease holds it, and this is the last tier that has it."""
