@@ -139,19 +139,15 @@ def _divided(arrays: Mapping[str, Any], count: int) -> list[dict[str, Any]] | No
 
 def _by_frames(arrays: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arrays of videos as those of more videos, one of each group of frames."""
+    by_frames = dict(arrays)
     if grids := _grids(arrays):
         groups = mx.array([[1, *sides] for frames, *sides in grids for _ in range(frames)])
-        return {name: groups if name in GRIDS else value for name, value in arrays.items()}
-    if FRAMES not in arrays:
-        return dict(arrays)
-    return {
-        name: [1] * sum(value)
-        if name == FRAMES
-        else [frame[None] for video in value for frame in video]
-        if name in KINDS["video"]
-        else value
-        for name, value in arrays.items()
-    }
+        by_frames |= {name: groups for name in GRIDS if name in arrays}
+    elif FRAMES in arrays:
+        of_video = [name for name in KINDS["video"] if name in arrays and name != FRAMES]
+        by_frames |= {name: [frame[None] for video in arrays[name] for frame in video] for name in of_video}
+        by_frames[FRAMES] = [1] * sum(arrays[FRAMES])
+    return by_frames
 
 
 def _grids(arrays: Mapping[str, Any]) -> list[list[int]]:
