@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from prefixcache.cli.options import AsJson, with_options
+from prefixcache.cli.options import AsJson, CanonicalOptions, with_options
 from prefixcache.cli.running.prompts import read_bodies
 from prefixcache.cli.text import Refused, print_json, refusing, safe
 
@@ -37,13 +38,12 @@ class TokenizerOptions:
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
     ] = False
-    no_canonical: Annotated[
-        bool, typer.Option("--no-canonical", help="Leave the text of prompts as it is; give it if the server has it.")
-    ] = False
 
 
 @with_options
-def explain(given: TokenizerOptions, first: Request, second: Request, as_json: AsJson = False) -> None:
+def explain(
+    given: TokenizerOptions, text: CanonicalOptions, first: Request, second: Request, as_json: AsJson = False
+) -> None:
     """Show where the prompts of two requests part: how many tokens they begin with alike, in which part of each (the system
     text, the tools, a message), the text around it, and which rules of canonical text make a difference. The model is not
     loaded, and no server is asked.
@@ -63,13 +63,13 @@ def explain(given: TokenizerOptions, first: Request, second: Request, as_json: A
 
         reader = _reader(given, arguments)
         try:
-            compared = compare(reader, *bodies, canonical=not given.no_canonical)
+            compared = compare(reader, *bodies, rules=text.rules())
         except ValueError as error:
             raise Refused(str(error) if isinstance(error, RequestRefused) else f"a request: {error}") from None
     if as_json:
         print_json(_facts(compared))
     else:
-        typer.echo("\n".join(_lines(compared, (first.name, second.name), canonical=not given.no_canonical)))
+        typer.echo("\n".join(_lines(compared, (first.name, second.name), text.rules())))
 
 
 def _body(file: Path) -> dict[str, Any]:
@@ -108,7 +108,7 @@ def _facts(compared: Comparison) -> dict[str, Any]:
     return {"common": compared.common, "first": sides[0], "second": sides[1], "rules": compared.switched}
 
 
-def _lines(compared: Comparison, names: tuple[str, str], *, canonical: bool) -> list[str]:
+def _lines(compared: Comparison, names: tuple[str, str], rules: Sequence[str]) -> list[str]:
     sides, width = (compared.first, compared.second), max(len(safe(name)) for name in names)
     lines = [f"{compared.common:,} tokens in common"]
     for name, side in zip(names, sides, strict=True):
@@ -118,7 +118,7 @@ def _lines(compared: Comparison, names: tuple[str, str], *, canonical: bool) -> 
             lines += ["", f"{safe(name)}:", f"  {safe(side.before)}", f"  -> {safe(side.behind) or '(it ends here)'}"]
         lines.append("")
     for rule, tokens in compared.switched.items():
-        how = "without" if canonical else "with"
+        how = "without" if rule in rules else "with"
         lines.append(f"{how} rule {rule} of canonical text: {tokens:,} tokens in common")
     return lines
 

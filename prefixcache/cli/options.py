@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Annotated, Any, get_type_hints
 
 import typer
@@ -19,6 +19,37 @@ AdapterPath = Annotated[
 Float32 = Annotated[
     bool, typer.Option("--float32", help="Cast the weights: a CPU multiplies float32 faster than half precision.")
 ]
+
+
+@dataclass(frozen=True)
+class CanonicalOptions:
+    """What means the same becomes the same tokens, and by which rules."""
+
+    canonical: Annotated[
+        bool,
+        typer.Option(
+            "--canonical/--no-canonical",
+            help="Make the same tokens of what means the same; or leave prompts as clients and the template have them.",
+        ),
+    ] = True
+    canonical_rules: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAMES", help="Only by some of the rules headers, schemas, answers, such as headers,schemas."
+        ),
+    ] = None
+
+    def rules(self) -> tuple[str, ...]:
+        """Return the names of the rules that are on. ValueError for one that there isn't."""
+        from prefixcache.servers.canonical import EVERY_RULE
+
+        if self.canonical_rules is None or not self.canonical:
+            return EVERY_RULE if self.canonical else ()
+        names = [name.strip() for name in self.canonical_rules.split(",")]
+        for name in names:
+            if name not in EVERY_RULE:
+                raise ValueError(f"--canonical-rules {name!r}: no rule of that name; write {', '.join(EVERY_RULE)}")
+        return tuple(rule for rule in EVERY_RULE if rule in names)
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 Json = dict[str, Any]
@@ -108,30 +108,30 @@ Rule = Callable[[TemplateChat], TemplateChat]
 
 RULES: dict[str, Rule] = {"headers": without_changing_headers, "schemas": with_ordered_schemas}
 ANSWERS = "answers"  # the rule of `as_written`
+EVERY_RULE = (*RULES, ANSWERS)
 
 
-def canonical(chat: TemplateChat) -> TemplateChat:
-    """Return a chat as its template is to have it. What is given stays as it is."""
-    for rule in RULES.values():
-        chat = rule(chat)
+def canonical(chat: TemplateChat, rules: Collection[str] = EVERY_RULE) -> TemplateChat:
+    """Return a chat as its template is to have it by these rules. What is given stays as it is."""
+    for name, rule in RULES.items():
+        chat = rule(chat) if name in rules else chat
     return chat
 
 
 class CanonicalText:
-    """The rules of one server, and how many prompts each has changed. Thread-safe. `enabled`: False changes nothing."""
+    """The `rules` of one server, and how many prompts each has changed. Thread-safe."""
 
-    def __init__(self, *, enabled: bool = True):
-        self.enabled = enabled
+    def __init__(self, rules: Collection[str] = EVERY_RULE):
+        self.rules = rules
         self._changed: Counter[str] = Counter()
         self._lock = threading.Lock()
 
     def of(self, chat: TemplateChat) -> TemplateChat:
         """Return a chat as its template is to have it."""
-        for name, rule in RULES.items() if self.enabled else ():
-            changed = rule(chat)
-            if changed is not chat:
+        for name, rule in RULES.items():
+            if name in self.rules and (changed := rule(chat)) is not chat:
                 self.count(name)
-            chat = changed
+                chat = changed
         return chat
 
     def count(self, rule: str) -> None:
@@ -142,4 +142,4 @@ class CanonicalText:
     def changed(self) -> dict[str, float]:
         """Return how many prompts each rule has changed."""
         with self._lock:
-            return {name: float(self._changed[name]) for name in (*RULES, ANSWERS)}
+            return {name: float(self._changed[name]) for name in EVERY_RULE}

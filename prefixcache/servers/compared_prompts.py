@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from prefixcache.servers.apis import Json
 from prefixcache.servers.apis.messages import Messages
 from prefixcache.servers.apis.responses import Responses
-from prefixcache.servers.canonical import RULES, TemplateChat
+from prefixcache.servers.canonical import RULES, TemplateChat, canonical
 from prefixcache.servers.chat_messages import TemplateRoles, for_template
 from prefixcache.servers.prompt_parts import TEXT, UNKNOWN, ChatText, Part, place_of, render_by, shared
 from prefixcache.servers.request_schema import ChatRequest, RequestRefused, TextRequest, checked
@@ -38,8 +38,7 @@ class RequestReader:
             return PromptText(text, list(self.tokenizer.encode(text)))
         asked = checked(ChatRequest, chat_request(body))
         chat = TemplateChat(for_template(asked["messages"], self.roles, images=False), asked.get("tools"))
-        for rule in rules:
-            chat = RULES[rule](chat)
+        chat = canonical(chat, rules)
         render = render_by(self.tokenizer, {**self.arguments, **asked.get("chat_template_kwargs", {})})
         rendered = ChatText(render, *chat)
         try:
@@ -114,9 +113,8 @@ class Comparison(NamedTuple):
         return self.common == self.first.tokens == self.second.tokens
 
 
-def compare(reader: RequestReader, first: Json, second: Json, *, canonical: bool) -> Comparison:
-    """Compare two requests, in canonical text or as they are. RequestRefused where a server would refuse one of them."""
-    rules = list(RULES) if canonical else []
+def compare(reader: RequestReader, first: Json, second: Json, *, rules: Sequence[str]) -> Comparison:
+    """Compare two requests, by these rules of canonical text. RequestRefused where a server would refuse one of them."""
     texts = reader.prompt(first, rules), reader.prompt(second, rules)
     common = common_tokens(texts[0].tokens, texts[1].tokens)
     switched: dict[str, int] = {}

@@ -5,7 +5,7 @@ the requests that will begin with them. `warming` computes and stores them.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
@@ -43,9 +43,9 @@ class WarmPrompt:
     salt: bytes = field(default=b"", repr=False)
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict, repr=False)
 
-    def canonical(self) -> WarmPrompt:
-        """Return the prompt in the text that a server has of such requests, unless it was started with --no-canonical."""
-        chat = canonical(TemplateChat(list(self.messages), list(self.tools)))
+    def canonical(self, rules: Collection[str]) -> WarmPrompt:
+        """Return the prompt in the text that a server with these rules of canonical text has of such requests."""
+        chat = canonical(TemplateChat(list(self.messages), list(self.tools)), rules)
         return replace(self, messages=tuple(chat.messages), tools=tuple(chat.tools or ()))
 
 

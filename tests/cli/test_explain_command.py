@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.utils import load_tokenizer
 
-from prefixcache.servers.canonical import RULES
+from prefixcache.servers.canonical import EVERY_RULE, RULES
 from prefixcache.servers.chat_messages import template_roles
 from prefixcache.servers.compared_prompts import AROUND, RequestReader, chat_request, common_tokens, compare
 
@@ -53,7 +53,7 @@ CHATS = st.lists(WORDS, min_size=1, max_size=5).map(
 @given(first=CHATS, second=CHATS, share=st.integers(0, 5))
 def test_the_common_prefix_is_that_of_the_tokens_that_a_server_makes(reader, first, second, share):
     second = [*first[:share], *second[share:]] or first
-    told = compare(reader, {"messages": first}, {"messages": second}, canonical=True)
+    told = compare(reader, {"messages": first}, {"messages": second}, rules=EVERY_RULE)
     made = [
         list(reader.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=True))
         for chat in (first, second)
@@ -64,7 +64,7 @@ def test_the_common_prefix_is_that_of_the_tokens_that_a_server_makes(reader, fir
     assert told.first.before == told.second.before
     assert len(told.first.behind) <= AROUND
     assert told.switched == {}
-    mirrored = compare(reader, {"messages": second}, {"messages": first}, canonical=True)
+    mirrored = compare(reader, {"messages": second}, {"messages": first}, rules=EVERY_RULE)
     assert (mirrored.common, mirrored.first, mirrored.second) == (told.common, told.second, told.first)
 
 
@@ -87,6 +87,11 @@ def test_a_changing_header_is_named_by_its_rule(written, call):
     plain = call("explain", *files, "--model", MODEL, "--no-canonical")
     assert "parts in the system text" in plain.stdout
     assert "with rule headers of canonical text: " in plain.stdout
+    others = call("explain", *files, "--model", MODEL, "--canonical-rules", "schemas, answers")
+    assert others.stdout == plain.stdout
+    wrong = call("explain", *files, "--model", MODEL, "--canonical-rules", "headers,tools")
+    assert (wrong.exit_code, wrong.stdout) == (2, "")
+    assert "--canonical-rules 'tools': no rule of that name; write headers, schemas, answers" in wrong.stderr
     facts = [
         json.loads(call("explain", *files, "--model", MODEL, "--json", *more).stdout)
         for more in ((), ["--no-canonical"])
@@ -98,8 +103,8 @@ def test_a_changing_header_is_named_by_its_rule(written, call):
 
 def test_a_rule_that_changes_what_both_have_makes_no_difference(reader):
     one, two = (asked(HEADER.format("same") + "Be brief.", user(name)) for name in ("one", "two"))
-    assert compare(reader, one, two, canonical=True).switched == {}
-    assert compare(reader, one, two, canonical=False).switched == {}
+    assert compare(reader, one, two, rules=EVERY_RULE).switched == {}
+    assert compare(reader, one, two, rules=()).switched == {}
 
 
 def test_a_request_that_goes_on_from_another_has_all_of_it_in_common(written, call):

@@ -101,6 +101,10 @@ def test_the_help_names_its_own_flags_and_leads_to_mlx_lms(call):
         (["--draft-model", "/no/draft"], "--draft-model /no/draft: no such folder"),
         (["--ssd-dir", "pyproject.toml/x"], "pyproject.toml/x': Not a directory"),
         (["--vlm", "--exact-prefill"], "--exact-prefill with --vlm: not for mlx_vlm.server; leave it out"),
+        (
+            ["--canonical-rules", "tools"],
+            "--canonical-rules 'tools': no rule of that name; write headers, schemas, answers",
+        ),
         (["--vlm", "--no-canonical"], "--no-canonical with --vlm: not for mlx_vlm.server; leave it out"),
         (
             ["--vlm", "--reload"],

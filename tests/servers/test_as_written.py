@@ -18,7 +18,7 @@ from mlx_lm.tool_parsers import json_tools, qwen3_coder
 
 from prefixcache import PrefixCache
 from prefixcache.servers.as_written import Rewriting, as_written
-from prefixcache.servers.canonical import CanonicalText
+from prefixcache.servers.canonical import EVERY_RULE, CanonicalText
 from prefixcache.servers.mlx_lm.answer_reader import MarkReader
 from prefixcache.servers.mlx_lm.prompt_tokenizer import PromptTokenizer
 from tests.servers.serving import SECONDS, Message, Server, save_parrot, serving, text, user
@@ -280,9 +280,7 @@ def test_without_canonical_text_every_prompt_is_mlx_lms_to_the_token(parrot):
         Asked(generator, user("first"), max_tokens=20).answered()
         assert generator.wait_for_stores(SECONDS)
         parts = generator.model_provider, by_mlx_lm
-        off, on = (
-            PromptTokenizer(*parts, CanonicalText(enabled=enabled), generator.stored_of) for enabled in (False, True)
-        )
+        off, on = (PromptTokenizer(*parts, CanonicalText(rules), generator.stored_of) for rules in ((), EVERY_RULE))
 
         @given(CHATS)
         def tokens_are_mlx_lms(given_chat):

@@ -99,9 +99,16 @@ def test_tools_in_another_order_of_keys_become_the_same_text(chat, data):
 
 @given(CHATS)
 def test_nothing_changes_where_canonical_text_is_off(chat):
-    off = CanonicalText(enabled=False)
+    off = CanonicalText(rules=())
     assert off.of(chat) is chat
     assert not any(off.changed().values())
+
+
+@given(CHATS, st.sampled_from(sorted(RULES)))
+def test_a_rule_is_switched_on_by_itself(chat, name):
+    text = CanonicalText(rules=[name])
+    assert text.of(chat) == canonical(chat, [name]) == RULES[name](chat)
+    assert all(changed == name for changed, count in text.changed().items() if count)
 
 
 def test_prompts_are_counted_by_the_rule_that_changed_them():

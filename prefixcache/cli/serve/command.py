@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from prefixcache.cli.options import flag_of, flags_of, with_options
+from prefixcache.cli.options import CanonicalOptions, flag_of, flags_of, with_options
 from prefixcache.cli.progress import bar
 from prefixcache.cli.serve.cache_options import BITS, settings_from, with_settings
 from prefixcache.cli.serve.options import AdminOptions, RequestOptions, RunOptions
@@ -49,6 +49,7 @@ def serve(
     ctx: typer.Context,
     run: RunOptions,
     requests: RequestOptions,
+    text: CanonicalOptions,
     admin: AdminOptions,
     **flags: Any,
 ) -> None:
@@ -73,7 +74,7 @@ def serve(
         settings = settings_from(flags)
         of_server = {name: value for name, value in OF_SERVER.items() if name not in settings.model_fields_set}
         settings = settings.model_copy(update=of_server)
-        key = admin.key()
+        key, rules = admin.key(), text.rules()
         from prefixcache.servers.mlx_lm.errors import ServeError, ServeFailed
         from prefixcache.servers.mlx_lm.options import ClientRules, ServeOptions
         from prefixcache.servers.mlx_lm.serve import serve as serve_until_ended
@@ -85,7 +86,7 @@ def serve(
         )
         prompts = [prompt for file in run.warm or [] for prompt in read_prompts(file)]
         if run.vlm:
-            _check_vlm(run, requests, admin)
+            _check_vlm(run, requests, text, admin)
             from prefixcache.servers.mlx_vlm.serve import serve as serve_pictures
     except (ValueError, ImportError) as error:
         refuse_without(error)
@@ -106,7 +107,7 @@ def serve(
                 requests.allow_chat_template,
                 requests.max_context,
                 requests.any_model,
-                canonical=requests.canonical,
+                canonical=rules,
             ),
             admin_key=key,
             hang_timeout=run.hang_timeout,
@@ -149,9 +150,7 @@ def _warm(prompts: list[WarmPrompt], salts: Salts, generator: Generator) -> None
     from prefixcache.servers.warming import warm_sequences
 
     provider, prompt_cache = generator.model_provider, generator.prompts
-    prompts = _hittable(prompts, salts)
-    if generator.canonical.enabled:
-        prompts = [prompt.canonical() for prompt in prompts]
+    prompts = [prompt.canonical(generator.canonical.rules) for prompt in _hittable(prompts, salts)]
     if prompt_cache.cache.ranks is not None:
         prompts = prompt_cache.cache.ranks.from_first(prompts)
     if not prompts:

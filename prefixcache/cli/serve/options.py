@@ -98,13 +98,6 @@ class RequestOptions:
             help="Answer a request for a model that is not on this machine with the one that is served.",
         ),
     ] = False
-    canonical: Annotated[
-        bool,
-        typer.Option(
-            "--canonical/--no-canonical",
-            help="Make the same tokens of what means the same; or leave prompts as clients and the template have them.",
-        ),
-    ] = True
 
     def hosts(self) -> tuple[str, ...]:
         """Return the names that --allowed-hosts lists."""

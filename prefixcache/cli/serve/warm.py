@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from prefixcache.cache import PrefixCache
-from prefixcache.cli.options import AdapterPath, flag_of, with_options
+from prefixcache.cli.options import AdapterPath, CanonicalOptions, flag_of, with_options
 from prefixcache.cli.progress import bar
 from prefixcache.cli.running.admin_client import KeyFile
 from prefixcache.cli.running.warm import warm_live
@@ -65,9 +65,6 @@ class WarmOptions:
         bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
     ] = False
     prefill_step_size: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens in one call of the model.")] = 2048
-    canonical: Annotated[
-        bool, typer.Option("--canonical/--no-canonical", help="As the server that is to find the prompts has it.")
-    ] = True
     pipeline: Annotated[
         bool, typer.Option("--pipeline", help="Under mlx.launch: a pipeline, as the server's, not tensor parallelism.")
     ] = False
@@ -82,6 +79,7 @@ class WarmOptions:
 @with_options
 def warm(
     given: WarmOptions,
+    text: CanonicalOptions,
     prompts: Annotated[
         list[Path] | None,
         typer.Argument(
@@ -107,7 +105,8 @@ def warm(
     {"messages": [{"role": "system", "content": "You are ..."}]} on a line:
     `prefixcache warm --model MODEL --ssd-dir DIR prompts.jsonl`. Nobody else may have DIR open.
 
-    Give model, template and codec as the server has them that is to find the prompts. What is stored already costs nothing.
+    Give model, template, codec and canonical text as the server has them that is to find the prompts. What is stored already
+    costs nothing.
     After Ctrl-C or SIGTERM what was computed stays stored, and the same command goes on from there. For a model that several
     processes serve, run it under mlx.launch as the server.
 
@@ -128,10 +127,9 @@ def warm(
     try:
         settings = _patient(_settings(flags))
         options = _json_object("--chat-template-args", given.chat_template_args)
-        requests = _read(prompts or [])
+        requests = _read(prompts or [], text)
         source = _find(given)
         ranks = _ranks(given.adapter_path)
-        requests = [prompt.canonical() for prompt in requests] if given.canonical else requests
         sequences = _tokenize(source, requests, options)
         with _errors_of(ranks):
             done, lost = _warm(settings, source, sequences, given, ranks)
@@ -179,14 +177,15 @@ def _json_object(flag: str, text: str) -> dict[str, Any]:
     return value
 
 
-def _read(files: list[Path]) -> list[WarmPrompt]:
+def _read(files: list[Path], text: CanonicalOptions) -> list[WarmPrompt]:
     if not files:
         raise NotWarmed("no prompts: name a file that has a prompt as JSON on each line")
-    from prefixcache.servers.warm_prompts import BadPrompt, read_prompts
+    from prefixcache.servers.warm_prompts import read_prompts
 
     try:
-        return [prompt for file in files for prompt in read_prompts(file)]
-    except BadPrompt as error:
+        rules = text.rules()
+        return [prompt.canonical(rules) for file in files for prompt in read_prompts(file)]
+    except ValueError as error:
         raise NotWarmed(str(error)) from error
 
 

@@ -233,9 +233,7 @@ class Admin:
             )
         beside = ("model", "authorization")
         given = {name: value for name, value in body.items() if name not in beside and name not in OF_ANSWERS}
-        prompt = parse_prompt(where, given)
-        if self._generator.canonical.enabled:
-            prompt = prompt.canonical()
+        prompt = parse_prompt(where, given).canonical(self._generator.canonical.rules)
         salt = self._tenant(body) or b""
         if not salt and self._salts.required:
             raise RequestRefused(f"{where}: no request without a salt is served here: add cache_salt or authorization")

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from queue import Empty
@@ -26,7 +26,7 @@ from prefixcache.byte_sizes import size
 from prefixcache.cache import PrefixCache
 from prefixcache.keys import as_tokens
 from prefixcache.open_cache import usable_memory
-from prefixcache.servers.canonical import CanonicalText
+from prefixcache.servers.canonical import EVERY_RULE, CanonicalText
 from prefixcache.servers.in_flight import Admission, Awaited, Computing
 from prefixcache.servers.keeping import Keeping
 from prefixcache.servers.loaded_model import calibration_of, compile_kernels
@@ -65,11 +65,11 @@ class Generator:
         before: Callable[[Generator], None],
         *,
         exact_prefill: bool = False,
-        canonical: bool = True,
+        canonical: Collection[str] = EVERY_RULE,
         turns: Turns | None = None,
     ):
         self.model_provider = provider
-        self.canonical = CanonicalText(enabled=canonical)
+        self.canonical = CanonicalText(canonical)
         self.turns = turns or Turns()
         self.ready = threading.Event()
         self.failure: BaseException | None = None

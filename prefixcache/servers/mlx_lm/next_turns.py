@@ -175,7 +175,7 @@ class NextTurns:
         requests = []
         try:
             for chat in turn.chats:
-                chat = chat.canonical() if generator.canonical.enabled else chat
+                chat = chat.canonical(generator.canonical.rules)
                 for tokens in next_requests(loaded.tokenizer, chat, generator.cli_args.chat_template_args):
                     requests.append(generator.prompt_tokenizer.written(loaded, turn.request, tokens).tokens)
                     check()

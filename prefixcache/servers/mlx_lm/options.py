@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from prefixcache.ranks.watch import HANG
+from prefixcache.servers.canonical import EVERY_RULE
 from prefixcache.servers.salts import BY_CACHE_SALT, Salts
 
 
 class ClientRules(NamedTuple):
     """What a server takes of its clients. `allowed_hosts`: names of the server, beside those that it was bound to.
     `max_context`: tokens of a prompt and its answer, in the place of the model's own. `any_model`: a request for a model that
-    is not on this machine gets the one that is served. `canonical`: what means the same becomes the same tokens.
+    is not on this machine gets the one that is served. `canonical`: which rules of
+    `servers.canonical` are on.
     """
 
     allowed_hosts: tuple[str, ...] = ()
     allow_chat_template: bool = False
     max_context: int | None = None
     any_model: bool = False
-    canonical: bool = True
+    canonical: Collection[str] = EVERY_RULE
 
 
 @dataclass(frozen=True)

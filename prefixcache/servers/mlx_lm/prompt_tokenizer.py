@@ -88,7 +88,7 @@ class PromptTokenizer:
         chat = TemplateChat(for_template(request.messages, loaded.roles, images=False), request.tools)
         arguments = {**self._provider.cli_args.chat_template_args, **(args.chat_template_kwargs or {})}
         render = render_by(loaded.tokenizer, arguments)
-        text = ChatText(render, *(canonical(chat) if self._canonical.enabled else chat))
+        text = ChatText(render, *canonical(chat, self._canonical.rules))
         place = place_of(loaded.tokenizer, text.text, tokens, position)
         return text.part_at(place) if place is not None else Part(UNKNOWN)
 
@@ -148,7 +148,7 @@ class PromptTokenizer:
 
     def written(self, loaded: LoadedModel, request: Any, tokens: list[int]) -> AsWritten:
         """Return a chat's tokens with the answers in it as they are stored for a request's tenant, if that is to be."""
-        if not self._canonical.enabled:
+        if ANSWERS not in self._canonical.rules:
             return AsWritten(tokens, [])
         return as_written(tokens, self._stored(loaded, request), MarkReader(loaded.tokenizer, request.tools))
 
