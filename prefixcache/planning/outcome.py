@@ -15,7 +15,8 @@ class Cell(NamedTuple):
     """One size to try: bytes of RAM and SSD (0: none), eviction policy and SSD admission, as in `Settings`.
 
     So are `spill` and `idle` (`spill_idle`), which is 0, since what it adds depends on how long the server lives; "auto" has
-    all gaps of the trace used. `hot` is of the RAM: bytes, "auto", or 0 for none.
+    all gaps of the trace used. `hot` is of the RAM: bytes, "auto", or 0 for none. `lease`: seconds that each request leases
+    its prompt for, 0 for none, and of the prompt the first `lease_tokens`, 0 for all.
     """
 
     ram: int
@@ -25,6 +26,8 @@ class Cell(NamedTuple):
     spill: str = "drop"
     idle: int | str = 0
     hot: int | str = 0
+    lease: float = 0.0
+    lease_tokens: int = 0
 
 
 class Fleet(NamedTuple):

@@ -37,6 +37,7 @@ from prefixcache.settings import Settings
 from prefixcache.ssd.entries import NamespaceRow
 from prefixcache.store_fetch_remove.hot import add_hot, hot_blocks, hot_hit, tokens_to_keep
 from prefixcache.store_fetch_remove.jobs import ImageJob
+from prefixcache.store_fetch_remove.leases import Leases
 from prefixcache.store_fetch_remove.namespaces import reserve_basis
 from prefixcache.store_fetch_remove.store import StoreCall
 from prefixcache.tiers.idle import LOOKS, PERIOD, Idle
@@ -228,8 +229,10 @@ class Simulation:
         self.source = SizeSource(storage, more)
         self._sizes = sizes
         self._maker = SizeMaker(namespace, sizes, self.ssd)
-        self._now = 0.0
+        self._cell, self._now = cell, 0.0
         self._idle = Idle(storage, lambda: self._now)
+        self._leases = Leases(storage)
+        self._leases.clock = lambda: self._now
 
     def prompt(self, token_bytes: bytes) -> Prompt:
         """Return a prompt of one request's tokens (raw int64 bytes), for `fetch` and `store`."""
@@ -265,6 +268,7 @@ class Simulation:
             self._now = since
             while self._idle.write():
                 self.run_writer()
+        self._now = until
 
     def used(self, hit: Hit) -> None:
         """See a hit, pinned now: a fleet's machine does something with it."""
@@ -277,6 +281,8 @@ class Simulation:
         self._store(prompt)
         if self.storage.hot.limit:
             self._keep_hot(prompt)
+        if self._cell.lease:  # decision 0057 says why of each prompt
+            self._leases.add(prompt.first(self._cell.lease_tokens or len(prompt)), self._cell.lease)
         self.run_writer()
 
     def _store(self, prompt: Prompt) -> None:
@@ -302,6 +308,7 @@ class Simulation:
         """Raise AssertionError when an invariant of the graph, of the budget or of the hot prompts does not hold."""
         self.storage.graph.check_integrity()
         self.storage.hot.check_integrity()
+        self._leases.check_integrity()
 
 
 def last_tier(cell: Cell) -> int:

@@ -123,13 +123,14 @@ def sufficient_ram(endless: CellOutcome) -> int:
 def equivalent_cell(cell: Cell, most: int | None) -> Cell:
     """Return the cell to run for this one: cells whose outcomes can't differ have it in common.
 
-    More RAM than `most`, which never evicts, changes nothing and writes nothing, unless hot prompts have a share of it;
+    More RAM than `most`, which never evicts, changes nothing and writes nothing, unless hot prompts have a share of it or
+    leases write;
     without an SSD its admission changes nothing. (Only the peak of RAM differs, by what a policy or an admission remembers.)
     With None every cell is run.
     """
     if most is None:
         return cell
-    if cell.ram >= most and not cell.hot:
+    if cell.ram >= most and not (cell.hot or cell.lease):
         return Cell(ENDLESS)
     return cell if cell.ssd else cell._replace(admission="always")
 

@@ -73,7 +73,7 @@ class Leases:
         self._storage = storage
         self._leases: dict[Lease, None] = {}
         self._nbytes: Counter[bytes] = Counter()  # by root key
-        self._leave_note: Callable[[str], None] = lambda note: None
+        self._leave_note: Callable[[str], None] | None = None
 
     def add(self, prompt: Prompt, seconds: float) -> int:
         """Lease what any tier has of a prompt, and have it written to the tier below RAM. Return how many tokens that is, 0
@@ -93,7 +93,7 @@ class Leases:
             self._end(covered)
             self._keep_within_share(lease.root)
             storage.spilling.write_through(reversed(slots))
-            self._leave_note(self.note())
+            self._note_change()
             return lease.tokens if lease in self._leases else 0
 
     def listed(self) -> list[Leased]:
@@ -125,7 +125,7 @@ class Leases:
         with self._storage.lock:
             if ended := [lease for lease in self._leases if lease.root in roots and lease.session == session]:
                 self._end(ended)
-                self._leave_note(self.note())
+                self._note_change()
 
     def release(self) -> None:
         """Forget all, with the graph that they are of."""
@@ -161,6 +161,10 @@ class Leases:
         while len(self._leases) > MOST or self._nbytes.total() > budget * max(ALL_SHARE, share):
             self._end([next(iter(self._leases))])
 
+    def _note_change(self) -> None:
+        if self._leave_note is not None:
+            self._leave_note(self.note())
+
     def check_integrity(self) -> None:
         """Raise AssertionError when an invariant does not hold."""
         counted = Counter(slot for lease in self._leases for slot in lease.slots)
@@ -183,7 +187,7 @@ class Leases:
             self.restore(ssd.note)
             self._leave_note = ssd.leave_note
             if is_new:
-                self._leave_note(self.note())
+                self._note_change()
 
     def note(self) -> str:
         """Return the newest leases as a text for `restore`: when they end, and the images that nothing else of them depends

@@ -26,7 +26,18 @@ from tests.servers.serving import save_model
 command = importlib.import_module("prefixcache.cli.plan.command")
 TINY = Path(__file__).parent.parent / "fixtures" / "tiny-llama"
 TOP = {"prefixcache", "model", "codecs", "macs", "trace", "codec", "assumed", "sizes", "fleet"}
-SIZES = {"working_set", "possible", "without", "reading_pays", "cells", "front", "cheapest", "recommendation", "hot"}
+SIZES = {
+    "working_set",
+    "possible",
+    "without",
+    "reading_pays",
+    "cells",
+    "front",
+    "cheapest",
+    "recommendation",
+    "hot",
+    "leases",
+}
 CELL = {
     "cost",
     "on_front",
@@ -348,6 +359,18 @@ def test_hot_prompts_have_shares_of_the_ram_that_is_advised(planned):
     assert len({cell["hit_rate"] for cell in cells}) == 1
     means = [cell["ttft"][0]["mean"] for cell in cells]
     assert means[best] == min(means)
+
+
+def test_what_leases_cost_is_told_at_the_advised_size(call, trace, planned):
+    options = ("--ram", "4MB", "--ssd", "0", "--lease", "3600", "--lease-tokens", "300")
+    leases = planned(*options)["sizes"]["leases"]
+    best = planned(*options[:4])["sizes"]
+    cell = best["cells"][best["recommendation"]["cell"]]
+    assert best["leases"] is None
+    assert leases["prefilled_tokens_without"] == cell["asked_tokens"] - cell["hit_tokens"]
+    assert (leases["seconds"], leases["tokens"]) == (3600, 300)
+    told = call("plan", "--model", TINY, "--trace", trace, "--block", 256, *options).stdout
+    assert f"{leases['prefilled_tokens']:,} tokens are prefilled" in " ".join(told.split())
 
 
 def test_shares_for_hot_prompts_are_compared_as_given(call, trace, planned):

@@ -110,7 +110,17 @@ def by_turns(cache: PrefixCache, monkeypatch: pytest.MonkeyPatch) -> None:
 def served(tmp_path_factory, monkeypatch):
     """Serves requests with a real cache, real files and all; the tokens hit by each, and what it counted."""
 
-    def serve(asked: list[Request], state: ModelState, codec: str, ram: int, ssd: int, hot: int | str = 0, **more):
+    def serve(
+        asked: list[Request],
+        state: ModelState,
+        codec: str,
+        ram: int,
+        ssd: int,
+        hot: int | str = 0,
+        lease: float = 0,
+        lease_tokens: int = 0,
+        **more,
+    ):
         model = StateSizes(state, as_codec(codec)).model
         disk = {"ssd_dir": tmp_path_factory.mktemp("ssd"), "ssd": ssd, "spill_on_close": False} if ssd else {}
         hits = []
@@ -118,6 +128,7 @@ def served(tmp_path_factory, monkeypatch):
             if ssd:
                 by_turns(cache, monkeypatch)
             for request in asked:
+                inside(cache).leases.clock = lambda now=request.time: now
                 tokens = np.frombuffer(tokens_of(request, BLOCK), "<i8")
                 prompt = cache.prompt(tokens, model=model)
                 if ssd:
@@ -130,6 +141,8 @@ def served(tmp_path_factory, monkeypatch):
                 live = live_cache(state, tokens)
                 cache.store(prompt, live, write_back_from=prompt.given_rows.tokens)
                 cache.keep_hot(prompt, live)
+                if lease:
+                    cache.lease(prompt.first(lease_tokens or len(prompt)), ttl=lease)
                 if ssd:
                     inside(cache).ssd.flush()
                 cache.check_integrity()
@@ -146,6 +159,8 @@ def agree(served, asked: list[Request], config: dict, codec: str, ram: int, ssd:
         "ssd_admission": policy.get("admission", "always"),
         "spill": policy.get("spill", "drop"),
         "hot": policy.get("hot", 0),
+        "lease": policy.get("lease", 0),
+        "lease_tokens": policy.get("lease_tokens", 0),
     }
     hits, stats = served(asked, state, codec, ram, ssd, **real)
     outcome = simulate(asked, state, as_codec(codec), Cell(ram, ssd, **policy), block=BLOCK)
@@ -231,9 +246,11 @@ def chats(draw: st.DrawFn) -> list[Request]:
     ram=st.sampled_from((500_000, 1_500_000, 20_000_000)),
     ssd=st.sampled_from((0, GB)),
     share=st.sampled_from((2, 4)),
+    lease=st.sampled_from((0, 1.5, 4.0, 100.0)),
+    lease_tokens=st.sampled_from((0, 300, 512)),
 )
-def test_what_is_hot_of_any_chats(served, asked, model, codec, ram, ssd, share):
-    agree(served, asked, model, codec, ram, ssd, hot=ram // share)
+def test_what_is_hot_and_what_is_leased_of_any_chats(served, asked, model, codec, ram, ssd, share, **leases):
+    agree(served, asked, model, codec, ram, ssd, hot=ram // share, **leases)
 
 
 def test_a_chat_goes_on_hot():

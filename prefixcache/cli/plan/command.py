@@ -137,6 +137,7 @@ def _simulate(sizes: StateSizes, simulation: TracePlan, assumed: Assumed) -> Fac
         grid,
         hot_cells,
         hot_facts,
+        lease_facts,
         outcome_facts,
         ram_ladder,
         ssd_ladder,
@@ -173,6 +174,12 @@ def _simulate(sizes: StateSizes, simulation: TracePlan, assumed: Assumed) -> Fac
         with bar("hot prompts") as show:
             hot_outcomes = sweep(workload, tried, known=known, processes=processes, progress=show)
         facts["hot"] = hot_facts(hot_outcomes, endless.hit_tokens, sizes, assumed)
+        if simulation.lease:
+            advised = cells[best["cell"]]
+            leased = advised._replace(lease=simulation.lease, lease_tokens=simulation.lease_tokens)
+            with bar("leases") as show:
+                with_and_without = sweep(workload, [leased, advised], known=known, processes=1, progress=show)
+            facts["leases"] = lease_facts(*with_and_without)
     return {
         "trace": trace_facts(trace, totals, endless.asked, sizes.state.context),
         "sizes": facts,

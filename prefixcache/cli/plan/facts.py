@@ -240,6 +240,18 @@ def outcome_facts(
         "cheapest": targets if possible else [],
         "recommendation": recommendation,
         "hot": None,
+        "leases": None,
+    }
+
+
+def lease_facts(leased: CellOutcome, without: CellOutcome) -> Facts:
+    """Return how many tokens a size prefills where each request leases its prompt, and where none does."""
+    prefilled = [outcome.asked_tokens - outcome.hit_tokens for outcome in (leased, without)]
+    return {
+        "seconds": leased.cell.lease,
+        "tokens": leased.cell.lease_tokens,
+        "prefilled_tokens": prefilled[0],
+        "prefilled_tokens_without": prefilled[1],
     }
 
 

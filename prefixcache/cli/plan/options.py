@@ -182,6 +182,8 @@ class TracePlan(NamedTuple):
     policies: list[str]
     admissions: list[str]
     hots: list[int | str]
+    lease: float
+    lease_tokens: int
     fleet: FleetPlan | None
 
 
@@ -210,6 +212,14 @@ class TraceOptions:
         typer.Option(metavar="SIZES", help="Of the RAM, for the state of hot prompts, such as 0,auto,4GB. Else auto."),
     ] = None
 
+    lease: Annotated[
+        float,
+        typer.Option(min=0, metavar="SECONDS", help="Tell what it costs if each request leases its prompt so long."),
+    ] = 0.0
+    lease_tokens: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Of each prompt only the first N tokens are leased; 0: all.")
+    ] = 0
+
     def missing_for_a_fleet(self) -> list[str]:
         needed = {
             "--trace with the requests": self.trace,
@@ -237,6 +247,8 @@ class TraceOptions:
             policies,
             admissions,
             hots or ["auto"],
+            self.lease,
+            self.lease_tokens,
             fleet,
         )
 

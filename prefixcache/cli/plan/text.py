@@ -309,6 +309,8 @@ def _recommendation(facts: Facts) -> list[str]:
         lasts = years(cell["tbw_years"], written)
         lines.append(f"{size(round(written))} written a day: {short(assumed['tbw'])} last {lasts} years.")
     lines.append(_hot_line(sizes["hot"], cell))
+    if leases := sizes["leases"]:
+        lines.append(_lease_line(leases))
     if beyond := best["beyond"]:
         lines.append(f"Not advised: {beyond['says']}, but {_against(facts, beyond)}.")
     reasons = {*best["obstacles"], *(beyond["obstacles"] if beyond else [])}
@@ -329,6 +331,16 @@ def _hot_line(hot: Facts, cell: Facts) -> str:
             f"{duration(before)}, and {percent(best['hit_rate'])} of the tokens are hits."
         )
     return line
+
+
+def _lease_line(leases: Facts) -> str:
+    """Return what leases cost or save."""
+    part = f"the first {leases['tokens']:,} tokens of each prompt" if leases["tokens"] else "each prompt"
+    more = leases["prefilled_tokens"] - leases["prefilled_tokens_without"]
+    return (
+        f"With {part} leased for {duration(leases['seconds'])} {leases['prefilled_tokens']:,} tokens are prefilled, without "
+        f"leases {leases['prefilled_tokens_without']:,}: leases {'cost' if more >= 0 else 'save'} {abs(more):,}."
+    )
 
 
 def _hot_share(cell: Facts) -> str:
