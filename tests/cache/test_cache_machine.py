@@ -631,16 +631,20 @@ class TransformMachine(LevelledMachine):
         assert (self.cache.stats().ram_reserved > 300_000) == self.calibrated
 
     @precondition(lambda self: not self.calibrated)
-    @rule()
-    def calibrate(self):
+    @rule(tokens=prompts, runs=RUNS)
+    def calibrate(self, tokens, runs):
         """What stands is hit as before, and what is stored next is transformed."""
+        self.store(tokens)
         known = {tuple(tokens): self.cache.match(tokens, model="m").ssd for tokens in self.stored}
         self.calibrated = self.recodes = True
         shutil.copytree(uneven_bases(self.windows), self.dir / "bases", dirs_exist_ok=True)
         codec = self.cache.codec_of("m")
         if self.roomy:
             assert str(codec).startswith("transform")
-            assert {tokens: self.cache.match(list(tokens), model="m").ssd for tokens in known} == known
+            assert {
+                known_tokens: self.cache.match(list(known_tokens), model="m").ssd for known_tokens in known
+            } == known
+        self.go_on_from_a_hit(tokens, runs)
 
     @rule(tokens=prompts, runs=RUNS)
     def go_on_from_a_hit(self, tokens, runs):
