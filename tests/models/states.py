@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import ArraysCache, ChunkedKVCache, KVCache, RotatingKVCache
 
-from prefixcache import PrefixCache, Stored, chunks
+from prefixcache import Media, PrefixCache, Stored, chunks
 from prefixcache.calibration.rows import window_of
 from prefixcache.layers.image_layout import read
 from prefixcache.tiers.prompt import Prompt
@@ -195,12 +195,22 @@ def windows_of(layers: list[Any]) -> tuple[int | None, ...]:
 
 
 @lru_cache(256)
-def by_itself(tokens: tuple[int, ...], codec: str, layers: str, step: int, basis_dir: Path | None = None) -> list[Any]:
-    """The rows that an empty cache gives of a prompt once it was stored in these steps: of each layer, part and token."""
+def by_itself(
+    tokens: tuple[int, ...],
+    codec: str,
+    layers: str,
+    step: int,
+    basis_dir: Path | None = None,
+    whole: tuple[Media, ...] = (),
+) -> list[Any]:
+    """The rows that an empty cache gives of a prompt once it was stored in these steps, which no `whole` picture lies across:
+    of each layer, part and token.
+    """
     bases = {} if basis_dir is None else {"basis_dir": basis_dir}
     with PrefixCache(ram=5_000_000, codec=codec, **bases) as cache:
-        stored_in_steps(cache, cache.prompt(list(tokens), model="m"), LAYERS[layers](), 0, step)
-        return held(cache.fetch(list(tokens), model="m", leave=0)[0])
+        prompt = cache.prompt(list(tokens), model="m", media=list(whole))
+        stored_in_steps(cache, prompt, LAYERS[layers](), 0, step)
+        return held(cache.fetch(prompt, leave=0)[0])
 
 
 def stored_in_steps(
