@@ -100,7 +100,7 @@ class LiveMaker:
         self._leaves, self._limit, self.since = leaves, limit, since
         live_codes.check(self._plan, leaves)
         coded = {i: leaf for i, leaf in enumerate(leaves) if leaf.codes is not None}
-        # What a transform is to code is decoded batch by batch: decision 0057.
+        # What a transform is to code is decoded batch by batch: decision 0058.
         self._to_decode = {i: leaf for i, leaf in coded.items() if live_codes.is_transformed(self._plan, i)}
         self.has_codes = len(coded) > len(self._to_decode)
         self._copies_later = not on_cpu() and not (self.has_codes or self._plan.windows or self._plan.joined)

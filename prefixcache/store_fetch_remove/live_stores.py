@@ -40,7 +40,7 @@ class LiveStores:
             prompt.form.learn(reading.layout)
         namespace = self._namespaces.of_layout(prompt.model, reading.layout, prompt.salt)
         plan = namespace.plan
-        recoded = prompt.given_rows.turn_to(namespace.row.codec)  # decision 0057
+        recoded = prompt.given_rows.turn_to(namespace.row.codec)  # decision 0058
         if recoded and write_back_from is not None:
             write_back_from = 0
         agreed = reading.agreed and limit == seen and reading.positions in (None, seen)

@@ -46,7 +46,7 @@ class Namespaces:
     thread may derive, and the models' codecs, which have `_codecs_lock`: a basis is read without the storage's lock.
 
     Of codec `Transform` a model has two: what its rows are coded by, and behind it, once there is a basis, what codes them
-    without one. What that has stored is hit, too (decision 0057).
+    without one. What that has stored is hit, too (decision 0058).
 
     What an index names has a plan without a basis at first, which is enough to place its images. The plan that codes rows
     comes when the model is asked for: a directory may have many models, and bases are large.
