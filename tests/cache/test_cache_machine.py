@@ -368,6 +368,7 @@ class CacheMachine(RuleBasedStateMachine):
     def time_passes(self, seconds):
         self.now += seconds
         self.leased = [lease for lease in self.leased if lease[2] > self.now]
+        inside(self.cache).leases._note_change()  # the note goes by the wall clock, and here that stands still
 
     @invariant()
     def leases_are_those_that_were_asked_for(self):
@@ -477,7 +478,8 @@ class CacheMachine(RuleBasedStateMachine):
         if "ssd_dir" in self.options and self.roomy:
             after = self.leased_now()
             assert {*lasting} <= {*after}
-            assert after == [lease for lease in before if lease in after]
+            # One that ended since RAM could not index its images is there again, as these are.
+            assert [lease for lease in after if lease in before] == [lease for lease in before if lease in after]
 
     @precondition(lambda self: self.roomy and "ssd_dir" in self.options)
     @rule(tokens=prompts)
