@@ -79,7 +79,7 @@ def is_sound(prompt_cache: list[Any]) -> bool:
     )
 
 
-@pytest.mark.parametrize(("dtype", "bad"), zip([mx.float16, mx.bfloat16, mx.float32], BAD, strict=True))
+@pytest.mark.parametrize(("dtype", "bad"), [*zip([mx.float16, mx.bfloat16, mx.float32], BAD, strict=True)])
 @pytest.mark.parametrize("codec", CODECS)
 def test_blocks_before_it_are_kept_and_nothing_behind(codec, bad, dtype, way):
     tokens = list(range(900))
