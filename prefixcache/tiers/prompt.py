@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -15,8 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from prefixcache.blocks.lookup import image_depth, pin_leaves, required_images
-from prefixcache.blocks.node import RAM, SHARED, TURN, Node, Slot, Walk
-from prefixcache.blocks.superseded import superseded_tails
+from prefixcache.blocks.node import RAM, SHARED, TURN, Node, Slot, Walk, common_tokens
 from prefixcache.keys import BLOCK, TOKEN_BYTES, as_tokens, chain
 from prefixcache.media import Media, last_end, outside_media, rope_delta
 from prefixcache.tiers.state import Namespace
@@ -233,18 +233,23 @@ class Prompt:
 
     def hit_walk(self, namespace: Namespace) -> Walk:
         """Return the walk that a hit takes. Where that can't end inside a whole block, it leads to the tail that shares most
-        with the prompt (a turn's, or one that ends with a medium), rather than to a whole block that begins with it.
+        with the prompt, such as a turn's, rather than to a whole block that shares more.
         """
         walk = self.walk(namespace)
         if not self._hits_whole_blocks(namespace) or walk.partial is None or not walk.partial.is_whole:
             return walk
-        tails = (
-            tail for tail in superseded_tails(walk.partial) if tail.rows is not None and not _is_coded(namespace, tail)
+        assert walk.partial.parent is not None
+        siblings = (node for node in walk.partial.parent.children if not node.is_whole and node.rows is not None)
+        tails = [tail for tail in siblings if not _is_coded(namespace, tail)]
+        tokens = self.token_bytes[walk.partial.start * TOKEN_BYTES :]
+        place = bisect_left(tails, tokens, key=lambda tail: tail.tokens)
+        shared, tail = max(
+            ((common_tokens(tail.tokens, tokens), tail) for tail in tails[max(place - 1, 0) : place + 1]),
+            key=lambda known: known[0],
+            default=(0, None),
         )
-        tail = max(tails, key=lambda tail: tail.end, default=None)
-        if tail is None:
+        if tail is None or not shared:
             return walk
-        shared = min(walk.shared, tail.end - tail.start)
         if shared == tail.end - tail.start:
             return walk._replace(path=[*walk.path, tail], partial=None, shared=0)
         return walk._replace(partial=tail, shared=shared)

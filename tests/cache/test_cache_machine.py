@@ -815,7 +815,7 @@ class NeighboursMachine(CacheMachine):
     def as_if_alone(self, tokens, layers, to=None):
         """Of whole blocks, or up to token `to`, all rows that are there on an empty cache, too."""
         whole = len(tokens) // 256 * 256 if to is None else to
-        pictures = tuple(medium for medium in media_of(tokens) if medium.whole)
+        pictures = tuple(medium for medium in media_of(tokens) if medium.whole or medium.end <= len(tokens))
         alone = states.by_itself(tuple(tokens), self.codec, self.layers, self.step, self.bases, pictures)
         for own, other in zip(states.held(layers), alone, strict=True):
             for part in ("keys", "values"):

@@ -56,6 +56,16 @@ def test_without_a_turns_end_an_answer_takes_the_tails_place(layers):
         assert hit(cache, [*PROMPT, 7, 8]) == 512
 
 
+@pytest.mark.parametrize("layers", sorted(states.LAYERS))
+def test_a_whole_block_that_shares_more_hides_no_tail(layers):
+    """Another talk shares one token more with it than with the turn's end."""
+    with PrefixCache(ram="20MB", codec=CODEC) as cache:
+        store(cache, layers, turn_end=600, thought=6)
+        beside = cache.prompt([*PROMPT[:599], 5, *[4] * 300], model="m", whole_blocks=True)
+        states.stored_in_steps(cache, beside, states.LAYERS[layers](), 0, 256)
+        assert hit(cache, [*PROMPT[:599], 5, 8]) == 599
+
+
 def test_it_comes_back_from_the_ssd(tmp_path):
     options = {"ram": "20MB", "codec": CODEC, "ssd_dir": tmp_path / "ssd", "ssd": "50MB"}
     with PrefixCache(**options) as cache:

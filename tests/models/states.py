@@ -201,14 +201,14 @@ def by_itself(
     layers: str,
     step: int,
     basis_dir: Path | None = None,
-    whole: tuple[Media, ...] = (),
+    pictures: tuple[Media, ...] = (),
 ) -> list[Any]:
-    """The rows that an empty cache gives of a prompt once it was stored in these steps, which no `whole` picture lies across:
-    of each layer, part and token.
+    """The rows that an empty cache gives of a prompt once it was stored in these steps, and at the ends of `pictures`: of each
+    layer, part and token.
     """
     bases = {} if basis_dir is None else {"basis_dir": basis_dir}
     with PrefixCache(ram=5_000_000, codec=codec, **bases) as cache:
-        prompt = cache.prompt(list(tokens), model="m", media=list(whole))
+        prompt = cache.prompt(list(tokens), model="m", media=list(pictures))
         stored_in_steps(cache, prompt, LAYERS[layers](), 0, step)
         return held(cache.fetch(prompt, leave=0)[0])
 
