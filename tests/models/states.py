@@ -203,7 +203,7 @@ def by_itself(
     basis_dir: Path | None = None,
     pictures: tuple[Media, ...] = (),
 ) -> list[Any]:
-    """The rows that an empty cache gives of a prompt once it was stored in these steps, and at the ends of `pictures`: of each
+    """The rows that an empty cache gives of a prompt once it was stored in these steps and at the ends of `pictures`: of each
     layer, part and token.
     """
     bases = {} if basis_dir is None else {"basis_dir": basis_dir}
