@@ -86,6 +86,10 @@ class CacheMachine(RuleBasedStateMachine):
     recurrent = False
     recodes = False  # whether hits may be of another codec than what is stored now
 
+    def __init__(self):
+        super().__init__()
+        self.patch = pytest.MonkeyPatch()
+
     @initialize(
         ram=st.sampled_from([120_000, 400_000, 5_000_000]),
         tier=st.sampled_from(["both", "ram only"]),
@@ -523,6 +527,7 @@ class CacheMachine(RuleBasedStateMachine):
             self._close()
             shutil.rmtree(self.dir)
         Leases.clock = staticmethod(time.monotonic)
+        self.patch.undo()
 
 
 class WindowMachine(CacheMachine):
@@ -619,7 +624,6 @@ class TransformMachine(LevelledMachine):
         calibrated=st.booleans(),
     )
     def open(self, ram, tier, spill, close, calibrated):
-        self.patch = pytest.MonkeyPatch()
         self.patch.setattr(namespaces, "BASES_SHARE", 1)
         self.calibrated = calibrated
         super().open(ram, tier, spill, close)
@@ -676,10 +680,6 @@ class TransformMachine(LevelledMachine):
             assert stored.tokens == len(tokens)
             self.sure.append(tokens)
         self.fetch(tokens, 0)
-
-    def teardown(self):
-        super().teardown()
-        self.patch.undo()
 
 
 class TransformedWindowMachine(TransformMachine):
@@ -851,7 +851,6 @@ class SharedDiskMachine(CacheMachine):
     )
     def open(self, ram, spill, close):
         self.size = 30_000_000  # of the disk that others leave
-        self.patch = pytest.MonkeyPatch()
         self.patch.setattr(writer, "DISK_POLL_SECONDS", 0.01)
         self.patch.setattr(open_directory, "free_space", lambda path: max(0, self.size - du(self.dir)))
         original = writer.write_file
@@ -884,9 +883,12 @@ class SharedDiskMachine(CacheMachine):
     def flush(self):
         self.cache.flush(30)
 
-    def teardown(self):
-        super().teardown()
-        self.patch.undo()
+    @precondition(lambda self: self.options["spill_on_close"])
+    @rule()
+    def rest(self):
+        """A full disk may take nothing of it."""
+        inside(self.cache).idle.write()
+        self.cache.flush(30)
 
 
 MACHINES = [
