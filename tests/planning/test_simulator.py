@@ -80,6 +80,13 @@ def live_cache(state: ModelState, tokens: np.ndarray) -> list:
     return made
 
 
+def write_all(cache: PrefixCache) -> None:
+    """Have all written that waits, and what is queued once there is room for it."""
+    inside(cache).ssd.flush()
+    while inside(cache).storage.budget.held().queued:
+        inside(cache).ssd.flush()
+
+
 def by_turns(cache: PrefixCache, monkeypatch: pytest.MonkeyPatch) -> None:
     """The SSD's writer works when a simulation's does: when it is waited for, and between batches of blocks. Reads are done
     when they are asked for, as a simulation's are.
@@ -87,6 +94,10 @@ def by_turns(cache: PrefixCache, monkeypatch: pytest.MonkeyPatch) -> None:
     queue, due = queue_of(inside(cache).ssd), queue_of(inside(cache).ssd)._due
     queue._due = lambda: (queue._hurry > 0 or queue._closing) and due()
     make, read = LiveMaker.make, inside(cache).ssd.read
+
+    def make_then(maker, jobs):
+        write_all(cache)
+        return make(maker, jobs)
 
     def read_now(entry):
         reading = read(entry)
@@ -98,12 +109,12 @@ def by_turns(cache: PrefixCache, monkeypatch: pytest.MonkeyPatch) -> None:
     def wait(condition, timeout=None):
         held = condition._release_save()
         try:
-            return inside(cache).ssd.flush()
+            write_all(cache)
         finally:
             condition._acquire_restore(held)
 
     inside(cache).storage.changed.wait = MethodType(wait, inside(cache).storage.changed)
-    monkeypatch.setattr(LiveMaker, "make", lambda maker, jobs: inside(cache).ssd.flush() and make(maker, jobs))
+    monkeypatch.setattr(LiveMaker, "make", make_then)
 
 
 @pytest.fixture
@@ -133,7 +144,7 @@ def served(tmp_path_factory, monkeypatch):
                 prompt = cache.prompt(tokens, model=model)
                 if ssd:
                     cache.promote(prompt).result()
-                    inside(cache).ssd.flush()
+                    write_all(cache)
                 hits.append(len(prompt) - len(cache.fetch(prompt)[1]))
                 for end in states_on_the_way(hits[-1], len(prompt)) if state.has_snapshots else ():
                     live = live_cache(state, tokens[:end])
@@ -144,7 +155,7 @@ def served(tmp_path_factory, monkeypatch):
                 if lease:
                     cache.lease(prompt.first(lease_tokens or len(prompt)), ttl=lease)
                 if ssd:
-                    inside(cache).ssd.flush()
+                    write_all(cache)
                 cache.check_integrity()
             return hits, cache.stats()
 
