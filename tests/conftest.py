@@ -49,6 +49,7 @@ DEFAULTS = {"ram": "10MB", "ssd": "50MB", "codec": "raw", "spill_idle": 0}
 
 # Files that take half a minute and more on two cores. They begin first, so that in the end no worker waits long for another.
 LONGEST = [
+    "tools/test_bench.py",
     "cache/test_neighbours.py",
     "servers/test_serve_transform.py",
     "cache/test_processes.py",
