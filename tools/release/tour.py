@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 # What an extra, or a server, brings.
-EXTRAS = {"cryptography", "mlx_vlm", "obstore", "valkey", "vllm_mlx"}
+EXTRAS = {"cryptography", "fastapi", "mlx_vlm", "obstore", "valkey", "vllm_mlx"}
 SECONDS = 300.0  # that one command, or the start of a server, may take
 BIN = Path(sys.executable).parent
 ENVIRONMENT = {**os.environ, "HF_HUB_OFFLINE": "1", "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
