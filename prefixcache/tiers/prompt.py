@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from prefixcache.blocks.graph import Nearest
 from prefixcache.blocks.lookup import image_depth, pin_leaves, required_images
 from prefixcache.blocks.node import RAM, SHARED, TURN, Node, Slot, Walk, common_tokens
 from prefixcache.keys import BLOCK, TOKEN_BYTES, as_tokens, chain
@@ -238,17 +239,10 @@ class Prompt:
         walk = self.walk(namespace)
         if not self._hits_whole_blocks(namespace) or walk.partial is None or not walk.partial.is_whole:
             return walk
-        assert walk.partial.parent is not None
-        siblings = (node for node in walk.partial.parent.children if not node.is_whole and node.rows is not None)
-        tails = [tail for tail in siblings if not _is_coded(namespace, tail)]
-        tokens = self.token_bytes[walk.partial.start * TOKEN_BYTES :]
-        place = bisect_left(tails, tokens, key=lambda tail: tail.tokens)
-        shared, tail = max(
-            ((common_tokens(tail.tokens, tokens), tail) for tail in tails[max(place - 1, 0) : place + 1]),
-            key=lambda known: known[0],
-            default=(0, None),
+        tail, shared = _nearest_exact_tail(
+            namespace, walk.partial, self.token_bytes[walk.partial.start * TOKEN_BYTES :]
         )
-        if tail is None or not shared:
+        if tail is None:
             return walk
         if shared == tail.end - tail.start:
             return walk._replace(path=[*walk.path, tail], partial=None, shared=0)
@@ -337,6 +331,22 @@ def count_hit(storage: Storage, prompt: Prompt, depth: int, hot: int = 0) -> Non
     counters.count_tiers(required, deepest.depth)
     if storage.remote is not None:
         storage.remote.offer_used(deepest.walk, deepest.depth, required)
+
+
+def _nearest_exact_tail(namespace: Namespace, block: Node, tokens: bytes) -> Nearest:
+    """Return, of the tails beside a block that keep rows as they were computed, the one that shares most leading tokens with
+    these, and how many; None where none shares any.
+    """
+    assert block.parent is not None
+    nearest = Nearest(None, 0)
+    tails = [node for node in block.parent.children if not node.is_whole and node.rows is not None]
+    place = bisect_left(tails, tokens, key=lambda tail: tail.tokens)
+    for side in (reversed(tails[:place]), tails[place:]):
+        exact = next((tail for tail in side if not _is_coded(namespace, tail)), None)
+        shared = common_tokens(exact.tokens, tokens) if exact is not None else 0
+        if shared > nearest.shared:
+            nearest = Nearest(exact, shared)
+    return nearest
 
 
 def _is_coded(namespace: Namespace, tail: Node) -> bool:
