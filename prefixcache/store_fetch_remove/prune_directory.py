@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 from prefixcache.blocks.budget import Budget
@@ -88,16 +87,14 @@ def _prune(there: Directory, selection: Selection, progress: Progress | None) ->
     opened = OpenDirectory(there.root, _NO_LIMIT)
     clean = False
     try:
-        pruned = _Pruning(opened, selection, progress).run()
+        tally = _delete(opened, selection, progress)
         clean = True
     except NoSuchNamespace:
         clean = True
         raise
     finally:
         opened.close(clean=clean)
-    after = there.size()
-    reached = selection.to_size is None or after <= selection.to_size
-    return Pruned(**{**vars(pruned), "after": after, "reached": reached})
+    return tally.pruned(there, selection, dry_run=False, after=there.size())
 
 
 # -- who is evicted ---------------------------------------------------------------------------------------------------
@@ -135,18 +132,18 @@ class _Images:
         self.count = len(graph.slots) - len(recent | required)
 
     def evict(self) -> Iterator[Slot]:
-        """One after the other, the least recent first, until all that is left is pinned."""
+        """Yield one after the other, the least recent first, until all that is left is pinned."""
         return eviction_order(self._graph, _TIER, self._graph.orders[_TIER])
 
     def namespace(self, slot: Slot) -> bytes:
-        """The root key of a slot's namespace."""
+        """Return the root key of a slot's namespace."""
         assert slot.node.tree is not None
         root = slot.node.tree.root.key
         return self._namespaces.get(root, root)
 
 
 def _required(slots: Iterable[Slot]) -> set[Slot]:
-    """What these depend on."""
+    """Return what these depend on."""
     required: set[Slot] = set()
     for slot in slots:
         for rows in dependencies(slot):
@@ -156,141 +153,108 @@ def _required(slots: Iterable[Slot]) -> set[Slot]:
     return required
 
 
-def _until(slots: Iterator[Slot], excess: int, each: int) -> list[Slot]:
-    """The next ones, until `excess` bytes are free; `each` is what an image takes beside its file."""
+def _next(slots: Iterator[Slot], selection: Selection, disk: int, each: int) -> list[Slot]:
+    """Return the next ones, until a directory of `disk` real bytes is small enough; `each` is what an image takes beside its
+    file. All of them where no size is wanted.
+    """
+    if selection.to_size is None:
+        return list(slots)
     evicted: list[Slot] = []
-    while excess > 0 and (slot := next(slots, None)) is not None:
+    while disk > selection.to_size and (slot := next(slots, None)) is not None:
         evicted.append(slot)
-        excess -= slot.disk + each
+        disk -= slot.disk + each
     return evicted
 
 
+@dataclass
 class _Tally:
-    """What was deleted so far, by namespace."""
+    """What is deleted of a directory of `before` real bytes: images, by namespace, and what was quarantined (`bad`). `held`
+    images were selected and stay.
+    """
 
-    def __init__(self, namespaces: dict[bytes, NamespaceRow]):
-        self._namespaces = namespaces
-        self._sums: dict[bytes, list[int]] = {}
+    namespaces: dict[bytes, NamespaceRow]
+    bad: list[Item]
+    before: int
+    held: int
+    _shares: dict[bytes, Share] = field(default_factory=dict)
 
     def add(self, namespace: bytes, disk: int) -> None:
-        sums = self._sums.setdefault(namespace, [0, 0])
-        sums[0] += 1
-        sums[1] += disk
+        share = self._shares.get(namespace) or Share(namespace.hex(), self.namespaces[namespace].model, 0, 0)
+        self._shares[namespace] = share._replace(images=share.images + 1, disk=share.disk + disk)
 
     @property
     def images(self) -> int:
-        return sum(images for images, _ in self._sums.values())
+        return sum(share.images for share in self._shares.values())
 
     @property
     def disk(self) -> int:
-        return sum(disk for _, disk in self._sums.values())
+        return sum(share.disk for share in self._shares.values())
 
     @property
-    def shares(self) -> tuple[Share, ...]:
-        return tuple(Share(root.hex(), self._namespaces[root].model, *sums) for root, sums in self._sums.items())
+    def bad_disk(self) -> int:
+        return sum(item.disk for item in self.bad)
+
+    def pruned(self, there: Directory, selection: Selection, *, dry_run: bool, after: int) -> Pruned:
+        shares, reached = tuple(self._shares.values()), selection.to_size is None or after <= selection.to_size
+        deleted = self.images, self.disk, self.held, shares, len(self.bad), self.bad_disk
+        return Pruned(str(there.root), dry_run, *deleted, self.before, after, reached)
 
 
 # -- runs -------------------------------------------------------------------------------------------------------------
 
 
 def _foresee(there: Directory, selection: Selection) -> Pruned:
-    """What `prune` would do; the bytes of index and folders that become free are a guess."""
-    before = there.size()
-    bad = _quarantined(there, selection)
-    after = before - sum(item.disk for item in bad)
-    held = 0
+    """Return what `prune` would delete; the bytes of index and folders that become free are a guess."""
     with reading(there.index, live=holder(there) is not None) as connection:
         check_rows(connection)
         namespaces = selected_namespaces(read_namespaces(connection), selection)
-        tally = _Tally(namespaces)
-        if selection.of_images:
-            entries = (entry for root in namespaces for entry in read_places(connection, root))
-            images = _Images(entries, selection.used_before)
-            (count,) = connection.execute("SELECT count(*) FROM image").fetchone()
-            held, each = images.held, _index_share(there, count)
-            slots: Iterable[Slot] = images.evict()
-            if selection.to_size is not None:
-                slots = _until(images.evict(), after - selection.to_size, each)
-            for slot in slots:
-                tally.add(images.namespace(slot), slot.disk)
-            after -= tally.disk + tally.images * each
-    after = max(after, 0)
-    return Pruned(
-        str(there.root),
-        True,
-        tally.images,
-        tally.disk,
-        held,
-        tally.shares,
-        len(bad),
-        sum(item.disk for item in bad),
-        before,
-        after,
-        selection.to_size is None or after <= selection.to_size,
-    )
+        selected = namespaces if selection.of_images else {}
+        images = _Images((e for root in selected for e in read_places(connection, root)), selection.used_before)
+        (count,) = connection.execute("SELECT count(*) FROM image").fetchone()
+    tally = _Tally(namespaces, _quarantined(there, selection), there.size(), images.held)
+    each = _index_share(there, count)
+    for slot in _next(images.evict(), selection, tally.before - tally.bad_disk, each):
+        tally.add(images.namespace(slot), slot.disk)
+    after = tally.before - tally.bad_disk - tally.disk - tally.images * each
+    return tally.pruned(there, selection, dry_run=True, after=max(after, 0))
 
 
 def _quarantined(there: Directory, selection: Selection) -> list[Item]:
-    """What is to go of what was quarantined: all of it, or what was quarantined before the time that was given."""
+    """Return what is to go of what was quarantined: all of it, or what was quarantined before the time that was given."""
     before = selection.used_before
     items = quarantined(there) if selection.quarantine else []
     return [item for item in items if before is None or item.when < before]
 
 
 def _index_share(there: Directory, count: int) -> int:
-    """Bytes of the index for one of so many images."""
+    """Return the bytes of the index for one of so many images."""
     return disk_at(there.index) // max(count, 1)
 
 
-class _Pruning:
-    """One run over an opened directory."""
+def _delete(opened: OpenDirectory, selection: Selection, progress: Progress | None) -> _Tally:
+    """Delete the selection from an opened directory."""
+    there = opened.directory
+    entries, opened.entries = opened.entries or [], None
+    each = _index_share(there, len(entries))
+    namespaces = selected_namespaces(opened.index.namespaces(), selection)
+    selected = namespaces if selection.of_images else {}
+    images = _Images((entry for entry in entries if entry.namespace in selected), selection.used_before)
+    del entries  # with all tokens
+    tally = _Tally(namespaces, _quarantined(there, selection), _disk(there), images.held)
+    opened.quarantine.prune(tally.bad_disk)
 
-    def __init__(self, opened: OpenDirectory, selection: Selection, progress: Progress | None):
-        self._opened, self._selection, self._progress = opened, selection, progress
-        self._there = opened.directory
+    def tell(deleted: int) -> None:
+        if progress:
+            progress(tally.images + deleted, images.count)
 
-    def run(self) -> Pruned:
-        there, selection = self._there, self._selection
-        entries, self._opened.entries = self._opened.entries or [], None
-        each = _index_share(there, len(entries))
-        namespaces = selected_namespaces(self._opened.index.namespaces(), selection)
-        selected = namespaces if selection.of_images else {}
-        images = _Images((entry for entry in entries if entry.namespace in selected), selection.used_before)
-        del entries  # with all tokens
-        before = self._disk()
-        bad = _quarantined(there, selection)
-        self._opened.quarantine.prune(sum(item.disk for item in bad))
-        tally, slots = _Tally(namespaces), images.evict()
-        while True:
-            if selection.to_size is None:
-                part = list(slots)
-            else:
-                part = _until(slots, self._disk() - selection.to_size, each)
-            if not part:
-                break
-            self._opened.delete(
-                [(slot.kind, slot.key) for slot in part], partial(self._tell, tally.images, images.count)
-            )
-            for slot in part:
-                tally.add(images.namespace(slot), slot.disk)
-        return Pruned(
-            str(there.root),
-            False,
-            tally.images,
-            tally.disk,
-            images.held,
-            tally.shares,
-            len(bad),
-            sum(item.disk for item in bad),
-            before,
-            0,
-            True,
-        )
+    slots = images.evict()
+    while part := _next(slots, selection, _disk(there), each):
+        opened.delete([(slot.kind, slot.key) for slot in part], tell)
+        for slot in part:
+            tally.add(images.namespace(slot), slot.disk)
+    return tally
 
-    def _tell(self, before: int, count: int, deleted: int) -> None:
-        if self._progress:
-            self._progress(before + deleted, count)
 
-    def _disk(self) -> int:
-        """Real bytes without those that the index has while it is open only."""
-        return self._there.size() - sum(disk_at(path) for path in suffixes(self._there.index)[1:])
+def _disk(there: Directory) -> int:
+    """Return the directory's real bytes without those that the index has while it is open only."""
+    return there.size() - sum(disk_at(path) for path in suffixes(there.index)[1:])
