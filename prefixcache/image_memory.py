@@ -244,7 +244,6 @@ def keep_within(budget: HasImages) -> None:
 
 
 def kept_bytes() -> int:
-    """Return the bytes that are kept for the next images."""
     return _pool.kept_bytes
 
 

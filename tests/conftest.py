@@ -122,7 +122,6 @@ def opened(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[
 
 @pytest.fixture
 def key_file(tmp_path: Path) -> Path:
-    """A file with the key that seals what machines share."""
     file = tmp_path / "fleet.key"
     file.write_text("5a" * 32)
     file.chmod(0o600)

@@ -75,7 +75,6 @@ GIVEN = {"Stored", "Match", "Stats", "StoredPrompt", "StoredLayer", "LivePromptC
 
 
 def page() -> str:
-    """The whole page."""
     parts = [HEAD]
     for part in PAGE:
         parts.append(f"\n## {part.title}\n")

@@ -136,7 +136,6 @@ class Graph:
         return Nearest(nearest, shared)
 
     def is_attached(self, slot: Slot) -> bool:
-        """Tell whether a slot still has its place."""
         return self.slots.get((slot.kind, slot.key)) is slot
 
     def child(self, parent: Node, tokens: bytes) -> Node | None:

@@ -234,7 +234,6 @@ def covering_rows(snapshot: Slot) -> Slot | None:
 
 
 def common_tokens(a: bytes, b: bytes) -> int:
-    """Count the leading tokens that `a` and `b` share."""
     if a[:TOKEN_BYTES] != b[:TOKEN_BYTES]:
         return 0
     n = min(len(a), len(b))

@@ -160,7 +160,6 @@ def _first_step(drafts: Sequence[_GroupDraft]) -> float:
 
 
 def _error(values: Array, step: float) -> float:
-    """Return the error of a token, in the metric."""
     magnitudes = np.abs(values) / np.float32(step)
     return float(np.square((magnitudes - np.floor(magnitudes + DEAD_ZONE)) * step).sum(axis=1).mean())
 

@@ -77,7 +77,6 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def flag_of(name: str) -> str:
-    """Return the flag of a parameter, a field or a setting."""
     return f"--{name.replace('_', '-')}"
 
 

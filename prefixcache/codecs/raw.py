@@ -53,7 +53,6 @@ class RawRows:
         return [copy_out(rows)]
 
     def encode_all(self, batch: Sequence[Encoding]) -> None:
-        """Copy."""
         for rows, (copied,), _ in batch:
             copied[...] = rows
 

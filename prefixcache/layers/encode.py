@@ -50,7 +50,6 @@ class RowTarget(NamedTuple):
 
     @property
     def rows(self) -> slice:
-        """Of its tensors."""
         return slice(self.at, self.at + self.tokens)
 
     @property

@@ -204,7 +204,6 @@ class Section(NamedTuple):
         return of_groups + [name for joined in self.joined for name in joined.names]
 
     def specs(self, tokens: int) -> list[Spec]:
-        """Return the specs of its groups."""
         return [spec for group in self.groups for spec in group.specs(tokens)]
 
     def joined_specs(self, tokens: int, words: Words | None = None) -> list[Spec]:

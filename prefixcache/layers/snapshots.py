@@ -131,7 +131,6 @@ class StoredState:
         self._coded = header.get("coded", [None] * len(self._dtypes))
 
     def leaf(self, number: int) -> dict[str, Any]:
-        """Return the attributes of one of the leaves."""
         return {name: self._revived(value, self._codecs[number]) for name, value in self._leaves[number].items()}
 
     def beside(self, state: State) -> list[tuple[mx.array, mx.array]]:

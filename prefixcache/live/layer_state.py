@@ -56,7 +56,6 @@ class LayerState:
         return self.kind
 
     def arrays(self) -> list[mx.array]:
-        """Return every array of rows."""
         waiting = self.waiting or NO_ROWS
         parts = (self.codes, waiting, self.sinks, self.recent)
         return [array for part in parts for array in part.arrays or ()]

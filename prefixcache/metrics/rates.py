@@ -117,13 +117,11 @@ class MeasuredRates:
         self._models: OrderedDict[str, ModelRates] = OrderedDict()
 
     def learn_read(self, nbytes: int, seconds: float) -> None:
-        """Learn that a promotion read so many bytes in so many seconds."""
         if nbytes > 0 and seconds > 0:
             with self._lock:
                 self._bytes.add(nbytes, seconds)
 
     def learn_fetch(self, model: str, tokens: int, seconds: float) -> None:
-        """Learn that a fetch from RAM took so many seconds to decode so many tokens."""
         if tokens > 0 and seconds > 0:
             with self._lock:
                 rates = self._of(model)

@@ -109,7 +109,6 @@ def wear(written: int, seconds: float, tbw: float) -> Wear:
 
 
 def cost(ram: int, ssd: int, prices: Prices) -> float:
-    """Return the cost of so many bytes of RAM and SSD."""
     return (ram * prices.ram + ssd * prices.ssd) / GB
 
 

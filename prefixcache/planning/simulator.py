@@ -385,7 +385,6 @@ class Prompts:
         self._grown: dict[int, list[tuple[int, int]]] = {}
 
     def token_bytes(self, request: Request) -> bytes:
-        """Return the request's tokens (raw int64 bytes)."""
         if request.call != "request" or request.grown:
             self._assign_owners(request)
         grown = self._grown

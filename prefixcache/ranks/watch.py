@@ -215,7 +215,6 @@ def address_of_first() -> str:
 
 
 def _addresses() -> list[str]:
-    """Return the addresses of this machine."""
     addresses = ["127.0.0.1"]
     with suppress(OSError):
         addresses += [str(about[4][0]) for about in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)]

@@ -27,7 +27,6 @@ class Speed:
             return 1 / self._trips.per_second() + nbytes / self._rate.per_second()
 
     def learn_trip(self, seconds: float) -> None:
-        """Learn that an answer took so many seconds."""
         with self._lock:
             self._trips.add(1, seconds)
 

@@ -223,6 +223,5 @@ class Uploads:
 
 
 def name_of(seal: Seal, slot: Slot) -> str:
-    """Return the name of an image that is here."""
     assert slot.node.tree is not None
     return image_name(seal, slot.node.tree.root.key, slot.kind, slot.key, slot.node.key)

@@ -109,7 +109,6 @@ class Comparison(NamedTuple):
 
     @property
     def are_same(self) -> bool:
-        """Tell whether the prompts have the same tokens."""
         return self.common == self.first.tokens == self.second.tokens
 
 
@@ -130,7 +129,6 @@ def compare(reader: RequestReader, first: Json, second: Json, *, rules: Sequence
 
 
 def common_tokens(first: Sequence[int], second: Sequence[int]) -> int:
-    """Count the tokens with which both begin."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
 
 

@@ -296,7 +296,6 @@ def rank_folders(root: Path) -> dict[int, Path]:
 
 
 def rank_folder(root: Path, rank: int) -> Path:
-    """Return where a rank has its directory."""
     return root / f"rank-{rank}"
 
 

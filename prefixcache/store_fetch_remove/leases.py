@@ -97,7 +97,6 @@ class Leases:
             return lease.tokens if lease in self._leases else 0
 
     def listed(self) -> list[Leased]:
-        """List what is leased now."""
         with self._storage.lock:
             self._end_over()
             now = self.clock()

@@ -56,7 +56,6 @@ class Pins:
         return False
 
     def listed(self) -> list[Pinned]:
-        """List what is pinned now."""
         with self._storage.lock:
             return [
                 Pinned(

@@ -143,7 +143,6 @@ class _Images:
 
 
 def _required(slots: Iterable[Slot]) -> set[Slot]:
-    """Return what these depend on."""
     required: set[Slot] = set()
     for slot in slots:
         for rows in dependencies(slot):
@@ -227,7 +226,6 @@ def _quarantined(there: Directory, selection: Selection) -> list[Item]:
 
 
 def _index_share(there: Directory, count: int) -> int:
-    """Return the bytes of the index for one of so many images."""
     return disk_at(there.index) // max(count, 1)
 
 

@@ -195,7 +195,6 @@ class Planting:
         return serving
 
     def node(self, tokens: Sequence[int]) -> Node | None:
-        """The node that ends where `tokens` end."""
         path = self.walk(tokens).path
         return path[-1] if path and path[-1].end == len(tokens) else None
 

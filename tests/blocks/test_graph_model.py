@@ -79,7 +79,6 @@ def prefix_of(node: Node) -> bytes:
 
 
 def common(a: bytes, b: bytes) -> int:
-    """Tokens that both begin with."""
     low, high = 0, min(len(a), len(b)) // TOKEN_BYTES
     while low < high:
         middle = (low + high + 1) // 2

@@ -47,7 +47,6 @@ def media_of(tokens: Sequence[int]) -> list[Media]:
 
 
 def may_end(tokens: Sequence[int], place: int) -> bool:
-    """Whether a hit may end there."""
     return not any(medium.whole and medium.start < place < medium.end for medium in media_of(tokens))
 
 

@@ -33,7 +33,6 @@ def cache() -> Iterator[PrefixCache]:
 
 
 def fetched(cache: PrefixCache, tokens: list[int]) -> int:
-    """How many of these tokens a fetch gives."""
     asked = cache.prompt(tokens, model="m")
     made, rest = cache.fetch(asked, leave=0)
     assert (made is None) == (len(rest) == len(tokens))

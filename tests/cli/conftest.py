@@ -48,7 +48,6 @@ def live(tmp_path: Path) -> Iterator[tuple[Path, Any]]:
 
 @pytest.fixture
 def live_directory(filled: Path) -> Iterator[Path]:
-    """A directory that this process has open."""
     with PrefixCache(ram="20MB", ssd_dir=filled, ssd="100MB"):
         yield filled
 

@@ -57,7 +57,6 @@ def job(small: Path) -> Calibration:
 
 @pytest.fixture(scope="module")
 def calibrated(job: Calibration, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The basis of that request."""
     return make(job, tmp_path_factory.mktemp("bases")).path
 
 

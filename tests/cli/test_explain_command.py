@@ -40,7 +40,6 @@ def user(text: str) -> dict[str, Any]:
 
 
 def asked(system: str, *messages: dict[str, Any]) -> dict[str, Any]:
-    """A request of /v1/messages."""
     return {"max_tokens": 9, "system": system, "messages": list(messages), "tools": [TOOL]}
 
 

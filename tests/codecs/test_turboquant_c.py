@@ -82,7 +82,6 @@ def strided(shape: tuple[int, ...], dtype: np.dtype, rng: np.random.Generator) -
 
 
 def twin(buffer: Array, view: Array) -> tuple[Array, Array]:
-    """A copy of the buffer, and the same view of it."""
     copy = buffer.copy()
     if view.size == 0:
         return copy, view.copy()

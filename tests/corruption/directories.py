@@ -176,7 +176,6 @@ def uncleanly(root: Path) -> None:
 
 
 def file_of(root: Path, row: int) -> Path:
-    """The image of the row with this number."""
     ((kind, key),) = execute(root, ("SELECT kind, key FROM image WHERE id = ?", [row]))[0]
     folder, name = ("rows", "windows", "snapshots")[kind], key.hex()
     return root / folder / name[:2] / f"{name}.safetensors"

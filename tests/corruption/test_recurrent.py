@@ -33,7 +33,6 @@ NAMES = {"<i8": "I64", "<u4": "U32", "<u2": "BF16", "|u1": "U8", "<f4": "F32", "
 
 @pytest.fixture(scope="module")
 def coded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with one prompt."""
     root = tmp_path_factory.mktemp("recurrent") / "ssd"
     with opened(root) as cache:
         cache.store(TOKENS, states.recurrent(TOKENS), model="m")

@@ -29,8 +29,6 @@ class Violation(AssertionError):
 
 
 class Scenario:
-    """One run."""
-
     def __init__(self, root: str, shim: Shim):
         self.root, self.shim = root, shim
         self.cache: PrefixCache

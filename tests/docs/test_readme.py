@@ -35,7 +35,6 @@ LINES = [
 
 
 def fence(language: str) -> str:
-    """The only fence of this language."""
     (text,) = [text for of, text in FENCES if of == language]
     return text
 

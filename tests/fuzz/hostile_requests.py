@@ -97,7 +97,6 @@ class Hostile(NamedTuple):
 
 
 def hostile_requests() -> Iterator[Hostile]:
-    """All of them."""
     for path, kind, sound in (
         ("/v1/chat/completions", ChatRequest, CHAT),
         ("/v1/completions", TextRequest, TEXT),

@@ -178,7 +178,6 @@ def edited_index(data: bytes) -> None:
 
 
 def note(data: bytes) -> None:
-    """A quarantine note."""
     directory = Directory(scratch() / "quarantine")
     directory.quarantine.mkdir(parents=True, exist_ok=True)
     (directory.quarantine / "1-a").write_bytes(b"x")
@@ -188,7 +187,6 @@ def note(data: bytes) -> None:
 
 
 def lock(data: bytes) -> None:
-    """The text of LOCK."""
     directory = Directory(scratch() / "lock")
     directory.root.mkdir(exist_ok=True)
     directory.lock.write_bytes(data)

@@ -20,7 +20,6 @@ RAM = {"ram": "50MB", "codec": "raw"}
 
 
 def filled(make, tokens=1, heads=2, width=8, dtype=mx.float32):
-    """Two layers that have seen so many tokens."""
     layers = [make(), make()]
     for layer in layers:
         layer.update_and_fetch(*[mx.zeros((1, heads, tokens, width), dtype)] * 2)

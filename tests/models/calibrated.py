@@ -12,6 +12,5 @@ TEXT = CORPUS / "english_dialogue.txt"
 
 
 def calibrate(model: Path, folder: Path, adapter: Path | None = None) -> Path:
-    """The file of a model's basis, in this folder."""
     folder.mkdir(parents=True, exist_ok=True)
     return make(Calibration(str(model), adapter and str(adapter), (TEXT,), windows=4, tokens=96, draws=3), folder).path

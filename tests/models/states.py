@@ -258,7 +258,6 @@ def prompt(seed: int, count: int = 600) -> list[int]:
 
 
 def put(cache: PrefixCache, tokens: Sequence[int], make: Callable[..., Any] = sliceable, **more: Any) -> Stored:
-    """Store their state."""
     return cache.store(tokens, make(tokens), model="m", **more)
 
 
@@ -272,7 +271,6 @@ def compressed(
 
 
 def put_prompts(cache: PrefixCache, *seeds: int, count: int = 600) -> None:
-    """Store the state of each of these prompts."""
     for seed in seeds:
         put(cache, prompt(seed, count))
 

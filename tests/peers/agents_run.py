@@ -13,7 +13,6 @@ from openai import AsyncOpenAI
 
 @function_tool
 def shell(command: str) -> str:
-    """Runs a command."""
     return subprocess.run(command, shell=True, capture_output=True, text=True, timeout=20).stdout
 
 

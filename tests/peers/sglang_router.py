@@ -16,8 +16,6 @@ RELEASE = "sglang-router==0.3.2"
 
 
 class Router(Endpoint):
-    """A router that takes requests."""
-
     def __init__(self, url: str):
         self.url = url
 
@@ -64,7 +62,6 @@ def healthy(url: str) -> int:
 
 
 def free_ports(n: int) -> list[int]:
-    """Ports that nobody uses now."""
     sockets = [socket.socket() for _ in range(n)]
     for one in sockets:
         one.bind(("127.0.0.1", 0))

@@ -68,7 +68,6 @@ def check(said: dict[str, Any]) -> None:
 
 
 def prompt_of(said: dict[str, Any]) -> int:
-    """The tokens of all prompts of a turn."""
     usage = said["usage"]
     return usage["cache_read_input_tokens"] + usage["cache_creation_input_tokens"] + usage["input_tokens"]
 

@@ -37,7 +37,6 @@ def run(asked: list[Request], fleet: Fleet, state: ModelState = STATE, block: in
 
 
 def prompt(*ids: int, tokens: int | None = None, call: str = "request", at: float = 0.0) -> Request:
-    """A prompt of blocks of 256 tokens."""
     return Request(at, BLOCK * len(ids) if tokens is None else tokens, 0, ids, call)
 
 
@@ -230,7 +229,6 @@ class Rules:
         self.sent = self.read = 0
 
     def ask(self, machine: int, ids: tuple[int, ...]) -> int:
-        """The blocks that are hit."""
         blocks = [ids[: i + 1] for i in range(len(ids))]
         has, there = self.has[machine], self.there[machine]
         local = self._leading(blocks, has)

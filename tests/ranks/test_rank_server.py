@@ -65,7 +65,6 @@ def test_a_hit_answers_what_a_cold_run_answers_and_a_restart_is_warm(models, tmp
 
 
 def asked(answers: list[Any]) -> list[list[dict[str, Any]]]:
-    """The messages of each turn."""
     messages: list[dict[str, Any]] = [{"role": "system", "content": text(560, "rank")}]
     each = []
     for turn, answer in enumerate(answers):

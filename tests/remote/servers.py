@@ -69,7 +69,6 @@ class Server:
         return self.process.pid
 
     def start(self) -> None:
-        """Start, and wait until it answers."""
         with open(self.folder / "log", "ab") as log:
             # SeaweedFS would let in nobody but who has the keys of this environment.
             environment = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}

@@ -39,8 +39,6 @@ from tests.waiting import until
 
 @pytest.fixture
 def machine(open_machine: Callable[..., PrefixCache]) -> Machine:
-    """Opens a machine of the engine at `url`."""
-
     def make(url: str, mounted: bool = True, **values: Any) -> PrefixCache:
         if mounted and url.startswith("file://"):
             Path(url.removeprefix("file://")).mkdir(exist_ok=True)

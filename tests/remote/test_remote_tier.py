@@ -32,7 +32,6 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> DictEngine:
 
 @pytest.fixture
 def machine(engine: DictEngine, open_machine: Callable[..., PrefixCache]) -> Machine:
-    """Opens a machine: its settings are `values`."""
     return partial(open_machine, remote="valkey://localhost")
 
 

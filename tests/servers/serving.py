@@ -133,8 +133,6 @@ def serve(flags: list[str]) -> None:
 
 
 class Endpoint:
-    """Where requests are sent to."""
-
     url = ""
 
     @cached_property
@@ -170,7 +168,6 @@ class Server(Endpoint):
         return self.log.read_text(errors="replace")
 
     def troubles(self) -> list[str]:
-        """Lines of its log that tell of trouble."""
         lines = self.said().splitlines()
         return [line for line in lines if TROUBLE.search(line) and not EXPECTED.search(line)]
 
@@ -195,7 +192,6 @@ class Server(Endpoint):
 
 
 def wait_for(condition: Callable[[], Any], what: str, log: Path | None = None) -> Any:
-    """Wait until `condition()` is true, and give it."""
     try:
         return until(condition, SECONDS)
     except TimeoutError as error:
@@ -289,7 +285,6 @@ class Answer(NamedTuple):
 
 
 def user(content: Any) -> list[Message]:
-    """A prompt of one message."""
     return [{"role": "user", "content": content}]
 
 
@@ -357,7 +352,6 @@ def chat(server: Endpoint, system: str, questions: Sequence[str], **more: Any) -
 
 
 def at_once(calls: Sequence[Callable[[], Any]]) -> list[Any]:
-    """What the calls return, made all at once."""
     with ThreadPoolExecutor(len(calls)) as pool:
         return [future.result() for future in [pool.submit(call) for call in calls]]
 

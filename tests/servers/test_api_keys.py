@@ -41,7 +41,6 @@ def strict(model: Path) -> Iterator[Server]:
 
 
 def post(server: Server, prompt: list[Message], headers: dict[str, str | bytes], **more: object) -> requests.Response:
-    """A request with these headers as they are."""
     body = {"messages": prompt, "max_tokens": 2, **more}
     return requests.post(f"{server.url}/v1/chat/completions", json=body, headers=headers, timeout=SECONDS)
 

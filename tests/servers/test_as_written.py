@@ -30,8 +30,6 @@ OPENING = "A:"  # of the model
 
 
 class Sequences:
-    """Stored sequences in a list."""
-
     def __init__(self, *stored: list[int]):
         self.stored = stored
 

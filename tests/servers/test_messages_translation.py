@@ -37,7 +37,6 @@ def chat_call(name: str, given: dict[str, Any], number: int) -> dict[str, Any]:
 
 @st.composite
 def chats(draw: st.DrawFn) -> dict[str, Any]:
-    """Whole answers of the chat API."""
     calls = draw(st.lists(st.tuples(NAMES, st.dictionaries(NAMES, JSON, max_size=3)), max_size=3))
     message: dict[str, Any] = {"role": "assistant", "content": draw(TEXTS) or None}
     if reasoning := draw(TEXTS):

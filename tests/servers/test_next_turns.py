@@ -150,8 +150,6 @@ KEPT = Keeping()
 
 
 class AskedKept(Asked):
-    """A request that says what is kept of it."""
-
     def __init__(self, *args: Any, keeping: Keeping, **more: Any):
         self.keeping = keeping
         super().__init__(*args, **more)

@@ -277,7 +277,6 @@ SYSTEM = {"role": "system", "content": text(300, "walked")}
 
 @pytest.fixture(scope="module", params=["llama", "qwen3_next"])
 def walked(models: Path, request: pytest.FixtureRequest) -> tuple[Path, Path]:
-    """A model, and a directory that has a chat of it."""
     model, directory = models / request.param, models / f"walked {request.param}"
     with (
         PrefixCache(ssd_dir=directory, codec="raw", **CACHE) as cache,

@@ -58,7 +58,6 @@ def warnings_of(said: str) -> list[str]:
 
 
 def images(directory: Path) -> int:
-    """Bytes of the images of rows."""
     return sum(file.stat().st_size for file in (directory / "rows").rglob("*.safetensors"))
 
 

@@ -103,8 +103,6 @@ def test_two_hosts_or_origins_are_refused_and_none_is_not():
 
 
 class Raw(NamedTuple):
-    """What came back, as it was."""
-
     status: int
     head: str
     body: str

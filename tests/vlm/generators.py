@@ -95,7 +95,6 @@ def begin(generator: Any, question: Question, most: int = 8, **options: Any) -> 
 
 
 def end(tokens: Iterator[Any]) -> Answer:
-    """Wait for the end of an answer that has begun."""
     answer = [*tokens]
     return Answer([token.token for token in answer], answer[-1].cached_tokens)
 
@@ -124,7 +123,6 @@ def generating(folder: Path, prefix_cache: PrefixCache | None = None, **options:
 
 
 def at_once(generator: Any, questions: Sequence[Question], **options: Any) -> list[Answer]:
-    """Have questions answered that arrive together."""
     with ThreadPoolExecutor(len(questions)) as clients:
         begun = [*clients.map(lambda question: begin(generator, question, **options), questions)]
     return [end(tokens) for tokens in begun]

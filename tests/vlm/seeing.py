@@ -78,12 +78,10 @@ class SeeingModel:
         return self._medium("image", placed, images=[Image.fromarray(noise)])
 
     def video(self, seed: int, frames: int = 8) -> Inputs:
-        """Return the tokens of a video of noise."""
         noise = np.random.default_rng(seed).integers(0, 255, (frames, 3, 112, 168), np.uint8)
         return self._medium("video", folders.IMAGE.replace("image", "video"), videos=[noise])
 
     def sound(self, seed: int, seconds: float = 2.0) -> Inputs:
-        """Return the tokens of a sound of noise."""
         noise = np.random.default_rng(seed).standard_normal(int(16000 * seconds)).astype(np.float32)
         return self._medium("audio", "<|audio_pad|>", audio=[noise])
 

@@ -155,12 +155,10 @@ def generator(plain, request):
 
 
 def inputs(generator, question):
-    """What the processor makes of a question."""
     return generator._preprocess_request(question.text(generator.config.model_type), **question.media)
 
 
 def length(generator, question):
-    """How many tokens its prompt has."""
     return inputs(generator, question)["input_ids"].size
 
 

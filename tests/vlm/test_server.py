@@ -45,8 +45,6 @@ def serve_plain(flags: list[str]) -> None:
 
 
 class PictureServer(Server):
-    """A server that is asked about pictures."""
-
     def __init__(self, main, model: Path, log: Path, *flags: object):
         super().__init__(main, ["--model", model, "--port", 0, *flags], log)
         self.model = str(model)

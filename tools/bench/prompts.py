@@ -70,7 +70,6 @@ def extend(shape: Shape, prompt_cache: list[Any], count: int, decoded: int = 0) 
 
 
 def filled(shape: Shape, tokens: int, classes: ModuleType = mlx_lm_cache) -> list[Any]:
-    """A prompt cache after so many tokens."""
     prompt_cache = empty(shape, classes)
     extend(shape, prompt_cache, tokens)
     return prompt_cache

@@ -48,7 +48,6 @@ def _model(scale: str) -> tuple[Any, str, Sequence[int]]:
 
 
 def _computed(model: Any, tokens: list[int], layers: list[Any], at: int) -> None:
-    """Compute the tokens from `at` on."""
     for first, last in chunks(at, len(tokens), STEP):
         mx.eval(model(mx.array([tokens[first:last]]), cache=layers)[:, -1])
 

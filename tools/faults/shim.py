@@ -35,7 +35,6 @@ def unavailable() -> str:
 
 
 def build(folder: Path) -> Path:
-    """Compile it into `folder`."""
     source, library = Path(__file__).with_name("shim.c"), folder / "shim.so"
     command = ["cc", "-shared", "-fPIC", "-O1", "-Wall", "-Werror", "-o", library, source, "-ldl", "-lpthread"]
     subprocess.run(command, check=True)

@@ -31,8 +31,6 @@ LONGEST = 900  # tokens of a prompt
 
 
 class Run(NamedTuple):
-    """What a run is given."""
-
     how: str
     family: str
     requests: int

@@ -16,8 +16,6 @@ TOUR = Path(__file__).with_name("tour.py")
 
 
 class Distributions(NamedTuple):
-    """The files of a release."""
-
     sdist: Path
     wheel: Path
 

@@ -108,7 +108,6 @@ class Chat:
         self.ends = frozenset(tokenizer.eos_token_ids)
 
     def opening(self, conversation: int) -> list[int]:
-        """Return the first prompt of a conversation."""
         return self._encode(self._render(_messages(conversation, 0)))
 
     def following(self, conversation: int, turn: int, answer: Sequence[int]) -> list[int]:

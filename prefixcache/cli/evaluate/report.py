@@ -77,7 +77,6 @@ def _share(needles: Facts) -> str:
 
 
 def depth_grid(facts: Facts) -> Grid:
-    """Return how many of the hidden numbers were told, by depth."""
     rows = [[name, *map(_share, needles["by_depth"])] for name, needles in _needles(facts).items()]
     return Grid(["numbers told, by depth", *(f"{depth:.0%}" for depth in facts["depths"])], rows)
 

@@ -85,7 +85,6 @@ class Mean(NamedTuple):
 
 
 def mean_and_error(values: Sequence[float]) -> Mean:
-    """Return the mean of independent values."""
     mean = sum(values) / len(values)
     if len(values) < 2 or not math.isfinite(mean):
         return Mean(mean, None)

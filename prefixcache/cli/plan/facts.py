@@ -333,7 +333,6 @@ def _cell(o: CellOutcome, possible: int, per_token: float, assumed: Assumed, rat
 
 
 def _hit_facts(cell: Cell, o: CellOutcome | FleetOutcome) -> Facts:
-    """Return the size, and what was hit with it."""
     asked = max(o.asked_tokens, 1)
     return {
         "ram": cell.ram,

@@ -168,7 +168,6 @@ def _model_line(facts: Facts) -> str:
 
 
 def _codec_grid(facts: Facts) -> Grid:
-    """Return what a token and prompts take with each codec."""
     headings = ["codec", "bytes\na token", "smaller", "tokens\na GB"]
     headings += [f"{prompt['tokens'] // 1024}k\nprompt" for prompt in facts["codecs"][0]["prompts"]]
     rows = []
@@ -188,7 +187,6 @@ def _has_boundaries(facts: Facts) -> bool:
 
 
 def _mac_grid(facts: Facts) -> Grid:
-    """Return what Macs keep beside the weights."""
     headings = ["Mac with", 'ram=\n"auto"', "room\nbeside\nweights"]
     headings += [_narrow(codec["codec"]) for codec in facts["codecs"]]
     rows = []
@@ -334,7 +332,6 @@ def _hot_line(hot: Facts, cell: Facts) -> str:
 
 
 def _lease_line(leases: Facts) -> str:
-    """Return what leases cost or save."""
     part = f"the first {leases['tokens']:,} tokens of each prompt" if leases["tokens"] else "each prompt"
     more = leases["prefilled_tokens"] - leases["prefilled_tokens_without"]
     return (
@@ -432,7 +429,6 @@ def _percentiles(ttft: Facts) -> list[str]:
 
 
 def _trace_notes(facts: Facts) -> list[str]:
-    """Return what the numbers assume."""
     assumed, sizes, trace = facts["assumed"], facts["sizes"], facts["trace"]
     ssds = ", ".join(f"{short(rate)}/s" for rate in assumed["ssd_rates"])
     notes = [

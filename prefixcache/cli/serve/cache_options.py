@@ -81,7 +81,6 @@ def _sentence(field: FieldInfo) -> str:
 
 
 def default_text(value: Any) -> str:
-    """Return a default as one would write it."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int) and value >= 1 << 20:

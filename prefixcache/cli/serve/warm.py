@@ -202,7 +202,6 @@ class GivenModel(NamedTuple):
     tokenizer_config: dict[str, Any]
 
     def load_part(self, group: Any, *, pipeline: bool) -> Any:
-        """Load a rank's part of the weights."""
         from mlx_lm.utils import sharded_load
 
         from prefixcache.upstream import any_backend, known_options

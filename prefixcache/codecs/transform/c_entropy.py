@@ -51,7 +51,6 @@ _SPAN = np.dtype([("frequency", "u2"), ("start", "u2"), ("open_bits", "u4"), ("m
 
 @lru_cache(maxsize=1)
 def loaded() -> Library:
-    """Return the library, loaded once."""
     sizes = (
         ("packing", _PACKING.size),
         ("unpacking", _UNPACKING.size),

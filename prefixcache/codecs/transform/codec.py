@@ -145,7 +145,6 @@ class Calibrated:
         return Place(group, number)
 
     def coder(self, group: int, dtype: str) -> GroupCoder:
-        """Return the coder of a group's rows, which are of this dtype."""
         return GroupCoder(self.basis.groups[group], self.basis.tables, self.quality, dtype)
 
     def __str__(self) -> str:

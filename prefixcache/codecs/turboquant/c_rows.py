@@ -77,7 +77,6 @@ _JOB, MEASURING = struct.Struct("=16q"), struct.Struct("=11q")
 
 @lru_cache(maxsize=1)
 def loaded() -> Library:
-    """Return the library, loaded once."""
     sizes = (("form", ctypes.sizeof(_FormStruct)), ("job", _JOB.size), ("measuring", MEASURING.size))
     library, reason = load("_turboquant", [(f"turboquant_size_of_{name}", size) for name, size in sizes])
     if library is None:

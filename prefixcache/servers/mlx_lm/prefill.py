@@ -227,7 +227,6 @@ class BlockKeeper:
         return pieces_of([*filter(None, begun.segments)], len(begun.hit), step, begun.points)
 
     def begin(self, uid: int, begun: Begun) -> None:
-        """Hear that a sequence was inserted."""
         ends = [*accumulate(len(segment) for segment in begun.segments if segment)]
         self._ends[uid] = {*ends, ends[-1] - 1}
         self._points[uid] = begun.points
@@ -247,7 +246,6 @@ class BlockKeeper:
                 self._keep(self._batches.generating, response.uid, 0, requests)
 
     def forget(self, uid: int) -> None:
-        """Hear that a sequence has gone."""
         for of_sequences in (self._kept, self._ends, self._points):
             of_sequences.pop(uid, None)
 

@@ -150,7 +150,6 @@ class Provider:
         self.loaded = self._look_at_loaded()
 
     def drop(self) -> None:
-        """Forget the model that is loaded."""
         self.loaded = None
         self.models.drop()
 

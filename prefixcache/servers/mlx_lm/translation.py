@@ -32,7 +32,6 @@ class ThoughtCount:
         self.tokens = 0
 
     def add(self, token: int) -> None:
-        """Count the next token."""
         if not self._begin:
             return
         self._last.append(token)

@@ -102,7 +102,6 @@ class Models(server.ModelProvider):
         return getattr(self, "processor", None) is not None
 
     def drop(self) -> None:
-        """Forget the model that is loaded."""
         if not MLX_LM_0_31:  # which has no `reset`
             self.reset()
 

@@ -150,7 +150,6 @@ class MediaPrefill:
         return sorted(place for place in places if max(depth, self.first - 1) < place < end)
 
     def _computed(self, start: int, end: int) -> mx.array:
-        """Compute the tokens from `start` to `end`, and return their logits."""
         model, ids, arrays = self.generator.model, self.ids[:, start:end], self.inputs.between(start, end)
         about = self.generator._language_model_kwargs(self.request, start, end)
         if arrays:

@@ -324,7 +324,6 @@ class TieredPrefixCache:
         return self.reports.numbers()
 
     def reset_stats(self) -> None:
-        """Count from 0 again."""
         self.reports.reset()
 
     @property

@@ -57,7 +57,6 @@ class Reports:
             }
 
     def reset(self) -> None:
-        """Count from 0 again."""
         evicted = self._cache.stats().counters.evicted
         with self._lock:
             self._hits = self._misses = self._saved = self._rejections = 0
@@ -72,7 +71,6 @@ class Reports:
             self.warn_once(f"{what} failed: %s: %s", type(error).__name__, error)
 
     def warn_once(self, text: str, *values: Any) -> None:
-        """Warn, once for each kind of thing."""
         with self._lock:
             level = logging.DEBUG if text in self._said else logging.WARNING
             self._said.add(text)

@@ -217,7 +217,6 @@ def field(name: str, value: str) -> Callable[[Fields, Tensors], None]:
 
 
 def measured(**values: Any) -> Callable[[Fields, Tensors], None]:
-    """Something else was measured."""
     return lambda fields, tensors: fields.update(measured=json.dumps(MEASURED._asdict() | values))
 
 

@@ -50,8 +50,6 @@ Opened = Callable[..., PrefixCache]
 
 @pytest.fixture
 def calibrated(opened: Opened, folder: Path) -> Callable[..., tuple[Tiny, PrefixCache]]:
-    """A tiny model with its basis, and an open cache."""
-
     def open_with(name: str = LLAMA, **values: Any) -> tuple[Tiny, PrefixCache]:
         known = {key: values.pop(key) for key in ("channels", "left_over", "windows") if key in values}
         model = tiny(name, **known)
@@ -100,7 +98,6 @@ def fetched(cache: PrefixCache, model: Tiny, tokens: list[int], depth: int | Non
 
 
 def stored(cache: PrefixCache, model: Tiny, tokens: list[int], **more: Any) -> list[Any]:
-    """The prompt cache that was stored."""
     prompt_cache = model.prefill(tokens)
     cache.store(tokens, prompt_cache, model=model.identity, **more)
     cache.check_integrity()
