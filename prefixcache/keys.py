@@ -26,8 +26,9 @@ _HALF = BLOCK * TOKEN_BYTES // 2
 Tokens = Sequence[int] | np.ndarray
 
 
-def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
+def common_prefix(a: Tokens, b: Tokens) -> int:
     """Return how many leading tokens two prompts share."""
+    a, b = as_tokens(a), as_tokens(b)
     n = min(len(a), len(b))
     differ = a[:n] != b[:n]
     return int(differ.argmax()) if n and differ.any() else n

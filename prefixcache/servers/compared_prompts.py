@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import Any, NamedTuple
 
+from prefixcache.keys import common_prefix
 from prefixcache.servers.apis import Json
 from prefixcache.servers.apis.messages import Messages
 from prefixcache.servers.apis.responses import Responses
@@ -115,21 +115,17 @@ class Comparison(NamedTuple):
 def compare(reader: RequestReader, first: Json, second: Json, *, rules: Sequence[str]) -> Comparison:
     """Compare two requests, by these rules of canonical text. RequestRefused where a server would refuse one of them."""
     texts = reader.prompt(first, rules), reader.prompt(second, rules)
-    common = common_tokens(texts[0].tokens, texts[1].tokens)
+    common = common_prefix(texts[0].tokens, texts[1].tokens)
     switched: dict[str, int] = {}
     for rule in RULES:
         others = [name for name in RULES if (name in rules) != (name == rule)]
         made = [reader.prompt(body, others).tokens for body in (first, second)]
-        tokens = common_tokens(*made)
+        tokens = common_prefix(*made)
         rest = [len(each) - tokens for each in made]  # what the rule changes in what both have makes no difference
         if tokens != common and rest != [len(text.tokens) - common for text in texts]:
             switched[rule] = tokens
     first_side, second_side = _side(texts[0], texts[1], common), _side(texts[1], texts[0], common)
     return Comparison(common, first_side, second_side, switched)
-
-
-def common_tokens(first: Sequence[int], second: Sequence[int]) -> int:
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
 
 
 def _side(text: PromptText, other: PromptText, common: int) -> Side:

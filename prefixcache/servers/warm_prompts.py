@@ -9,11 +9,11 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
-from itertools import takewhile
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from prefixcache.keys import common_prefix
 from prefixcache.servers.canonical import TemplateChat, canonical
 from prefixcache.servers.chat_messages import for_template, template_roles
 
@@ -234,5 +234,4 @@ def _without_thought_tail(tokenizer: Any, request: list[int]) -> list[int]:
 def common_beginning(sequences: Iterable[list[int]]) -> list[int]:
     """Return the tokens with which all of them begin: those that the least and the greatest share."""
     ordered = sorted(sequences)
-    pairs = zip(ordered[0], ordered[-1], strict=False)
-    return [token for token, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
+    return ordered[0][: common_prefix(ordered[0], ordered[-1])]

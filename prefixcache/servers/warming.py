@@ -13,12 +13,12 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from prefixcache.cache import PrefixCache
-from prefixcache.keys import BLOCK
+from prefixcache.keys import BLOCK, common_prefix
 from prefixcache.layers.encode import evaluate
 from prefixcache.layers.form import CacheForm
 from prefixcache.layers.image_layout import read
 from prefixcache.media import chunks
-from prefixcache.servers.warm_prompts import WarmSequence, common_beginning
+from prefixcache.servers.warm_prompts import WarmSequence
 from prefixcache.tiers.prompt import Prompt
 
 MIN_SHARED = BLOCK  # tokens that prompts must share before the place where they branch is worth a state of its own
@@ -190,4 +190,4 @@ def branch_points(sequences: list[WarmSequence]) -> list[list[int]]:
 
 
 def _shared(a: WarmSequence, b: WarmSequence) -> int:
-    return len(common_beginning([a.tokens, b.tokens])) if a.salt == b.salt else 0
+    return common_prefix(a.tokens, b.tokens) if a.salt == b.salt else 0

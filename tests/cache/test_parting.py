@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from itertools import takewhile
-
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from prefixcache import PrefixCache
+from prefixcache.keys import common_prefix
 from prefixcache.tiers.evicted_keys import PLACES, EvictedKeys
 from prefixcache.tiers.parting import (
     DECLINED,
@@ -33,10 +32,6 @@ def spelled(runs: list[tuple[int, int]]) -> list[int]:
     return [token for token, count in runs for _ in range(count)]
 
 
-def common(a: list[int], b: list[int]) -> int:
-    return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False))))
-
-
 def parted(cache: PrefixCache, tokens: list[int], **more: bytes) -> Parting:
     """What is said of a fetch of these tokens."""
     asked = cache.prompt(tokens, model="m", **more)
@@ -56,7 +51,7 @@ def test_the_position_is_how_many_tokens_the_nearest_stored_prompt_shares(roomy,
     prompts, tokens = [spelled(runs) for runs in stored], spelled(asked)
     for one in prompts:
         roomy.store(one, states.sliceable(one), model="m")
-    nearest = max((common(tokens, one) for one in prompts), default=0)
+    nearest = max((common_prefix(tokens, one) for one in prompts), default=0)
     told = parted(roomy, tokens)
     assert told == (len(tokens), min(nearest, len(tokens) - 1), nearest, PARTED if prompts else NOTHING_STORED)
     assert told.has_parted == (bool(prompts) and nearest < len(tokens))

@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.utils import load_tokenizer
 
+from prefixcache.keys import common_prefix
 from prefixcache.servers.canonical import EVERY_RULE, RULES
 from prefixcache.servers.chat_messages import template_roles
-from prefixcache.servers.compared_prompts import AROUND, RequestReader, chat_request, common_tokens, compare
+from prefixcache.servers.compared_prompts import AROUND, RequestReader, chat_request, compare
 
 MODEL = Path(__file__).parents[1] / "fixtures" / "tiny-llama"
 HEADER = "x-anthropic-billing-header: cc_version={};\n"
@@ -58,7 +59,7 @@ def test_the_common_prefix_is_that_of_the_tokens_that_a_server_makes(reader, fir
         for chat in (first, second)
     ]
     assert (told.first.tokens, told.second.tokens) == tuple(map(len, made))
-    assert told.common == common_tokens(*made)
+    assert told.common == common_prefix(*made)
     assert told.are_same == (made[0] == made[1])
     assert told.first.before == told.second.before
     assert len(told.first.behind) <= AROUND

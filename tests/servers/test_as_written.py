@@ -17,6 +17,7 @@ from mlx_lm.server import CompletionRequest
 from mlx_lm.tool_parsers import json_tools, qwen3_coder
 
 from prefixcache import PrefixCache
+from prefixcache.keys import common_prefix
 from prefixcache.servers.as_written import Rewriting, as_written
 from prefixcache.servers.canonical import EVERY_RULE, CanonicalText
 from prefixcache.servers.mlx_lm.answer_reader import MarkReader
@@ -34,16 +35,11 @@ class Sequences:
         self.stored = stored
 
     def known(self, tokens: Sequence[int]) -> int:
-        return max((common(tokens, each) for each in self.stored), default=0)
+        return max((common_prefix(tokens, each) for each in self.stored), default=0)
 
     def beyond(self, tokens: Sequence[int], start: int, limit: int, most: int) -> list[list[int]]:
         going_on = [each[start:][:limit] for each in self.stored if each[:start] == list(tokens[:start])]
         return [each for each in going_on if each][:most]
-
-
-def common(first: Sequence[int], second: Sequence[int]) -> int:
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((place for place, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 def reader(parser: Any = json_tools, tools: Any = None, **more: Any) -> MarkReader:

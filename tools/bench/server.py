@@ -16,6 +16,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache, LRUPromptCache
 
 from prefixcache import PrefixCache
+from prefixcache.keys import common_prefix
 from prefixcache.servers.mlx_lm import TieredPromptCache
 from tools.bench import report, serving
 from tools.bench.report import Figure
@@ -122,7 +123,7 @@ def _together(server: Server, plan: Chats, another: int) -> Together:
 def unique_tokens(prompts: Sequence[list[int]]) -> int:
     """The size of the trie of all prompts. In sorted order, what a prompt shares with any before it its neighbour has."""
     ordered = sorted(prompts)
-    shared = sum(_common(one, other) for one, other in pairwise(ordered))
+    shared = sum(common_prefix(one, other) for one, other in pairwise(ordered))
     return sum(map(len, ordered)) - shared
 
 
@@ -130,11 +131,7 @@ def _said(texts: Texts, turn: Turn, following: Turn) -> int:
     """How many tokens of the following prompt the model has generated and seen: of what it says, the last one it has not."""
     answer = texts.answer(turn.reply.text)
     seen = turn.prompt + (answer if turn.reply.stopped else answer[:-1])
-    return max(_common(seen, following.prompt) - len(turn.prompt), 0)
-
-
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    return max(common_prefix(seen, following.prompt) - len(turn.prompt), 0)
 
 
 # -- divergent prompts -------------------------------------------------------------------------------------------------

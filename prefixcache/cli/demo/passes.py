@@ -28,7 +28,7 @@ from prefixcache.cli.evaluate.measuring import load
 from prefixcache.cli.progress import bar
 from prefixcache.cli.text import Refused, complain
 from prefixcache.codecs import Codec
-from prefixcache.keys import TOKEN_BYTES
+from prefixcache.keys import TOKEN_BYTES, common_prefix
 
 ANSWER = 32  # tokens that an answer may have
 PREFILL = 512  # mlx-lm's prefill_step_size: on a CPU it halves the work of attention, so the cold pass is at its best
@@ -158,21 +158,15 @@ def unique(sequences: Iterable[list[int]]) -> int:
     """Return how many tokens are left when every shared beginning is counted once."""
     count, before = 0, list[int]()
     for sequence in sorted(sequences):
-        count, before = count + len(sequence) - shared(before, sequence), sequence
+        count, before = count + len(sequence) - common_prefix(before, sequence), sequence
     return count
-
-
-def shared(left: list[int], right: list[int]) -> int:
-    """Return how many tokens two sequences have in common at their beginnings."""
-    pairs = enumerate(zip(left, right, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(left), len(right)))
 
 
 def budget(model: Model) -> int:
     """Return RAM for the system prompt and a quarter of what the conversations add to it (two at least), a tenth to
     spare.
     """
-    system = shared(model.prompt(0, 0), model.prompt(1, 0))
+    system = common_prefix(model.prompt(0, 0), model.prompt(1, 0))
     lengths = [len(model.prompt(c, model.job.turns - 1)) + ANSWER for c in range(model.job.conversations)]
     added = [length - system for length in lengths]
     return (system + max(sum(added) // 4, 2 * max(added))) * (model.token_nbytes + TOKEN_BYTES) * 11 // 10

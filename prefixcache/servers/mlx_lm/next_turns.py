@@ -48,7 +48,7 @@ class ComputedAhead(NamedTuple):
         """Return how many of them a hit of `depth` tokens gave."""
         if (prompt.model, prompt.salt) != (self.model, self.salt):
             return 0
-        return max(common_prefix(as_tokens(prompt.given)[:depth], self.tokens) - self.start, 0)
+        return max(common_prefix(prompt.given[:depth], self.tokens) - self.start, 0)
 
 
 class NextTurn:
