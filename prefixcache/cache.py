@@ -496,7 +496,7 @@ class PrefixCache:
             deepest = prompt.deepest(self._storage.graph.last, leave)
             depth = deepest.depth if deepest is not None else 0
             limit = max(len(prompt) - leave, 0)
-            if not deepest or depth == prompt.boundary(deepest.namespace, deepest.walk, RAM, limit):
+            if not deepest or depth == prompt.deepest_in(deepest.namespace, RAM, limit).depth:
                 done: Future[int] = Future()
                 done.set_result(depth)
                 return done

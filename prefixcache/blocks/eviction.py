@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 
 from prefixcache.blocks.graph import Graph
-from prefixcache.blocks.node import RAM, Node, Slot
+from prefixcache.blocks.node import RAM, Node, Slot, dependencies
 from prefixcache.image_format import ROWS, SNAPSHOT
 
 COMPARED = 8  # snapshots
@@ -72,6 +72,15 @@ def least_recent_leaf(graph: Graph, only_below_ram: bool = False) -> Slot | None
         if only_below_ram and slot.tiers < 2:
             continue
         if not slot.pins and not slot.pending and not any(graph.has_dependents(slot, tier) for tier in graph.tiers):
+            return slot
+    return None
+
+
+def leaf_depending_on(graph: Graph, tier: int) -> Slot | None:
+    """Return the least recent slot that RAM alone has, nothing depends on, and of whose beginning `tier` alone has a part."""
+    for slot in graph.orders[RAM]:
+        alone = slot.tiers == 1 << RAM and _is_free(graph, slot, RAM)
+        if alone and any(rows.tiers == 1 << tier for rows in dependencies(slot)):
             return slot
     return None
 

@@ -16,7 +16,7 @@ from prefixcache.keys import BLOCK, TOKEN_BYTES
 
 def rows_depth(walk: Walk, tier: int) -> int:
     """Return how many leading tokens have their rows, those of layers that keep every token."""
-    tiers, last = _tiers_to(tier), walk.tree.root
+    tiers, last = tiers_to(tier), walk.tree.root
     for node in walk.path:
         rows = node.rows
         if rows is None or not rows.tiers & tiers:
@@ -78,14 +78,14 @@ def pin_leaves(required: Iterable[Slot]) -> list[Slot]:
     return roots
 
 
-def _tiers_to(tier: int) -> int:
+def tiers_to(tier: int) -> int:
     """Return the bits of a tier and the faster ones."""
     return (2 << tier) - 1
 
 
 def _snapshots(walk: Walk, tier: int, depth: int) -> Iterator[tuple[int, Slot]]:
     """Yield the stored boundaries of snapshots on the walk, at or before `depth`, deepest first."""
-    tiers = _tiers_to(tier)
+    tiers = tiers_to(tier)
     for parent in reversed([walk.tree.root, *walk.path]):
         if parent.snapshots and parent.end < depth:
             first = parent.end * TOKEN_BYTES
@@ -126,7 +126,7 @@ def _window_rows(node: Node, tier: int, index: int, needed: int) -> Iterator[tup
     A row depends on the tokens up to its own and on nothing after: so images of siblings that begin with the same tokens
     are as good as the block's own. The block's come first, and those in RAM before the others.
     """
-    tiers = _tiers_to(tier)
+    tiers = tiers_to(tier)
     windows = node.windows if len(node.windows) < 2 else sorted(node.windows, key=lambda slot: slot.image is None)
     for slot in windows:
         if (rows := slot.mask[index] & needed) and slot.tiers & tiers:

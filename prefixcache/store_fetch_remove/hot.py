@@ -48,7 +48,7 @@ def tokens_to_keep(storage: Storage, namespace: Namespace, prompt: Prompt, end: 
     seen as many.
     """
     with storage.lock:
-        stored = prompt.boundary(namespace, prompt.hit_walk(namespace), storage.graph.last, end)
+        stored = prompt.deepest_in(namespace, storage.graph.last, end).depth
     if not namespace.plan.lossless and prompt.given_rows.tokens // BLOCK < stored // BLOCK:
         stored = prompt.outside_media(prompt.given_rows.tokens // BLOCK * BLOCK)
     if namespace.plan.snapshots and not namespace.plan.lossless and prompt.given_rows.state != end:
@@ -160,5 +160,5 @@ def _depth(storage: Storage, prompt: Prompt, namespace: Namespace, hot: HotPromp
         return 0
     if shared < len(hot.ids) // BLOCK * BLOCK and not namespace.plan.lossless:
         shared -= shared % BLOCK
-    depth = prompt.boundary(namespace, prompt.hit_walk(namespace), storage.graph.last, shared)
+    depth = prompt.deepest_in(namespace, storage.graph.last, shared).depth
     return depth if hot.state.is_sliceable or depth == len(hot.ids) else 0

@@ -357,7 +357,8 @@ class StoreCall:
         slot_bytes = self._storage.graph.slot_bytes
         while jobs:
             cost = sum(job.cost(slot_bytes) for job in jobs)
-            reservation = self._storage.ram.reserve(cost, self._deadline - time.monotonic(), claim=self._claim)
+            claim = self._claim if self._claim.is_begun or len(jobs) > 1 else None
+            reservation = self._storage.ram.reserve(cost, self._deadline - time.monotonic(), claim=claim)
             if reservation is not None:
                 self._claim.add(cost)
                 return ReservedJobs(jobs, reservation)

@@ -61,7 +61,8 @@ class Claim:
     """What one prompt may take from others in a tier of `limit` bytes.
 
     It takes any room of what was never hit. It takes room of what was hit while what is new of it, its own images that nobody
-    has hit, is at most a `SHARE`th of the tier, or one image: without end if it came before, or if long prompts often return.
+    has hit, is at most a `SHARE`th of the tier: without end if it came before, or if long prompts often return. Until it
+    `is_begun`, its first image takes what room it needs.
 
     `path` are the prompt's blocks so far, and `keys` gives those of its whole blocks: asked for once it is long.
     """
@@ -74,19 +75,23 @@ class Claim:
         self._new = _new_bytes(path, tier, self._share)
         self._deserves_more: bool | None = None  # known once it is long
 
+    @property
+    def is_begun(self) -> bool:
+        """Tell whether the tier has something new of the prompt."""
+        return self._new > 0
+
     def spares(self, victim: Slot, nbytes: int) -> bool:
         """Tell whether `victim` must not be lost for `nbytes` more of this prompt."""
-        share = max(self._share, 2 * victim.nbytes - 1)  # one image at least
-        return victim.hits > 0 and self._is_long(nbytes, share) and not self._deserves_more
+        return victim.hits > 0 and self._is_long(nbytes) and not self._deserves_more
 
     def add(self, nbytes: int) -> None:
         """Note that the prompt has so many new bytes more in the tier."""
         self._new += nbytes
-        self._is_long(0, self._share)
+        self._is_long(0)
 
-    def _is_long(self, nbytes: int, share: int) -> bool:
+    def _is_long(self, nbytes: int) -> bool:
         """Tell whether the prompt is long with so many bytes more."""
-        if self._new + nbytes <= share:
+        if self._new + nbytes <= self._share:
             return False
         if self._deserves_more is None:
             keys = self._keys()

@@ -113,10 +113,9 @@ def _reason(storage: Storage, prompt: Prompt, space: Namespace, walk: Walk, hit:
     limit, last = max(len(prompt) - 1, 0), storage.graph.last
     if hit >= min(walk.depth, limit):
         return PARTED if space.tree.root.children or hit else NOTHING_STORED
-    hit_walk = prompt.hit_walk(space)
-    if prompt.boundary(space, hit_walk, RAM, limit) > hit:
+    if prompt.deepest_in(space, RAM, limit).depth > hit:
         return DECLINED
-    if prompt.boundary(space, hit_walk, last, limit) > hit:
+    if prompt.deepest_in(space, last, limit).depth > hit:
         return NOT_READ
     if any(node.rows is None for node in walk.nodes):
         return DAMAGED

@@ -96,17 +96,16 @@ def promote(storage: Storage, prompt: Prompt, leave: int, source: ImageSource | 
         if namespace.plan.windows or namespace.plan.snapshots:  # a part of what a boundary needs is no hit
             fits = _room(storage)
             while end and sum(s.nbytes for s in required_images(walk, end, graph.last)) > fits:
-                end = prompt.boundary(namespace, walk, graph.last, max(end - BLOCK, 0))
+                end, _, walk = prompt.deepest_in(namespace, graph.last, max(end - BLOCK, 0))
         pinned = graph.pin(required_images(walk, end, graph.last))
-        before = prompt.boundary(namespace, walk, RAM, limit)
+        before = prompt.deepest_in(namespace, RAM, limit).depth
     try:
         missing = [slot for slot in reversed(pinned) if slot.image is None]
         _Promotion(storage, source or StorageSource(storage), before).bring(missing)
     finally:
         with storage.lock:
             storage.unpin(pinned)  # superseded tails are deleted
-            walk = prompt.hit_walk(namespace)
-            depth = prompt.boundary(namespace, walk, RAM, limit)
+            depth, _, walk = prompt.deepest_in(namespace, RAM, limit)
             graph.recency.touch(required_images(walk, depth, RAM))
             storage.counters.promoted_tokens += max(depth - before, 0)
             storage.spilling.ahead(0)

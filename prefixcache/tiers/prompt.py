@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from prefixcache.blocks.graph import Nearest
-from prefixcache.blocks.lookup import image_depth, pin_leaves, required_images
+from prefixcache.blocks.lookup import image_depth, pin_leaves, required_images, tiers_to
 from prefixcache.blocks.node import RAM, SHARED, TURN, Node, Slot, Walk, common_tokens
 from prefixcache.keys import BLOCK, TOKEN_BYTES, as_tokens, chain
 from prefixcache.media import Media, last_end, outside_media, rope_delta
@@ -232,22 +232,6 @@ class Prompt:
         walk = self._walks[namespace.row.root] = graph.walk(namespace.tree, self.token_bytes, prefix)
         return walk
 
-    def hit_walk(self, namespace: Namespace) -> Walk:
-        """Return the walk that a hit takes. Where that can't end inside a whole block, it leads to the tail that shares most
-        with the prompt, such as a turn's, rather than to a whole block that shares more.
-        """
-        walk = self.walk(namespace)
-        if not self._hits_whole_blocks(namespace) or walk.partial is None or not walk.partial.is_whole:
-            return walk
-        tail, shared = _nearest_exact_tail(
-            namespace, walk.partial, self.token_bytes[walk.partial.start * TOKEN_BYTES :]
-        )
-        if tail is None:
-            return walk
-        if shared == tail.end - tail.start:
-            return walk._replace(path=[*walk.path, tail], partial=None, shared=0)
-        return walk._replace(partial=tail, shared=shared)
-
     def _hits_whole_blocks(self, namespace: Namespace) -> bool:
         return self.terms.whole_blocks and namespace.tree.keeps_tails
 
@@ -263,27 +247,52 @@ class Prompt:
 
     def deepest(self, tier: int, leave: int = 0) -> Deepest | None:
         """Return the namespace that gives most of the tokens but the last `leave`; None where none is known."""
-        deepest: Deepest | None = None
-        for namespace in self.namespaces():
-            walk = self.hit_walk(namespace)
-            depth = self.boundary(namespace, walk, tier, max(len(self) - leave, 0))
-            if deepest is None or depth > deepest.depth:
-                deepest = Deepest(depth, namespace, walk)
-        return deepest
+        limit = max(len(self) - leave, 0)
+        hits = (self.deepest_in(namespace, tier, limit) for namespace in self.namespaces())
+        return max(hits, key=lambda hit: hit.depth, default=None)
 
-    def boundary(self, namespace: Namespace, walk: Walk, tier: int, limit: int) -> int:
+    def deepest_in(self, namespace: Namespace, tier: int, limit: int) -> Deepest:
         """Return the deepest boundary, at most `limit`, that can be hit; of a prompt with `whole_blocks` one at the end of a
-        whole block, or in an incomplete one whose rows are kept as they are. `walk`: that of `hit_walk`.
+        whole block, or in an incomplete one whose rows are kept as they are.
         """
+        walk = self._hit_walk(namespace, tier)
         depth = self.hit_depth(walk, tier, limit)
-        if not self._hits_whole_blocks(namespace):
-            return depth
-        while depth > 0:
+        while depth > 0 and self._hits_whole_blocks(namespace):
             node = next(node for node in walk.nodes if node.end >= depth)
             if node.end == depth if node.is_whole else not _is_coded(namespace, node):
                 break
             depth = self.hit_depth(walk, tier, node.start)
-        return depth
+        return Deepest(depth, namespace, walk)
+
+    def _hit_walk(self, namespace: Namespace, tier: int) -> Walk:
+        """Return the walk that a hit takes. Where that can't end in the block that shares most with the prompt, it leads to
+        the block beside it, such as a turn's tail, that shares most of those where it can.
+        """
+        walk = self.walk(namespace)
+        path, last = walk.path, walk.partial
+        if last is None and path and not path[-1].is_whole:
+            path, last = path[:-1], path[-1]
+        if last is None or self._may_end_in(last, namespace, tier):
+            return walk
+        assert last.parent is not None
+        siblings, tokens = last.parent.children, self.token_bytes[last.start * TOKEN_BYTES :]
+        place, nearest = bisect_left(last.parent.child_tokens, tokens), Nearest(None, 0)
+        for side in (range(place - 1, -1, -1), range(place, len(siblings))):
+            for sibling, shared in ((siblings[i], common_tokens(siblings[i].tokens, tokens)) for i in side):
+                if shared <= nearest.shared:
+                    break
+                if self._may_end_in(sibling, namespace, tier):
+                    nearest = Nearest(sibling, shared)
+                    break
+        if nearest.child is not None and nearest.shared == nearest.child.end - nearest.child.start:
+            return walk._replace(path=[*path, nearest.child], partial=None, shared=0)
+        return walk._replace(path=path, partial=nearest.child, shared=nearest.shared)
+
+    def _may_end_in(self, node: Node, namespace: Namespace, tier: int) -> bool:
+        """Tell whether a hit may end inside a block: its rows are in the tier or a faster one, and each can be had alone."""
+        if node.rows is None or not node.rows.tiers & tiers_to(tier):
+            return False
+        return not self._hits_whole_blocks(namespace) or not (node.is_whole or _is_coded(namespace, node))
 
     def hit_depth(self, walk: Walk, tier: int, limit: int) -> int:
         """Return the deepest boundary, at most `limit`, that has all images that a hit needs, and is in no whole medium."""
@@ -331,22 +340,6 @@ def count_hit(storage: Storage, prompt: Prompt, depth: int, hot: int = 0) -> Non
     counters.count_tiers(required, deepest.depth)
     if storage.remote is not None:
         storage.remote.offer_used(deepest.walk, deepest.depth, required)
-
-
-def _nearest_exact_tail(namespace: Namespace, block: Node, tokens: bytes) -> Nearest:
-    """Return, of the tails beside a block that keep rows as they were computed, the one that shares most leading tokens with
-    these, and how many; None where none shares any.
-    """
-    assert block.parent is not None
-    nearest = Nearest(None, 0)
-    tails = [node for node in block.parent.children if not node.is_whole and node.rows is not None]
-    place = bisect_left(tails, tokens, key=lambda tail: tail.tokens)
-    for side in (reversed(tails[:place]), tails[place:]):
-        exact = next((tail for tail in side if not _is_coded(namespace, tail)), None)
-        shared = common_tokens(exact.tokens, tokens) if exact is not None else 0
-        if shared > nearest.shared:
-            nearest = Nearest(exact, shared)
-    return nearest
 
 
 def _is_coded(namespace: Namespace, tail: Node) -> bool:

@@ -213,12 +213,7 @@ class Ram:
                 return False
             else:
                 self._count_drop(slot)
-        state.graph.drop(slot, RAM)
-        state.note_evicted(slot)
-        state.counters.arrivals.left(slot)
-        state.counters.arrivals_remote.left(slot)
-        state.counters.evicted += 1
-        state.changed.notify_all()
+        state.drop_from_ram(slot)
         return True
 
     def _decline(self, slot: Slot) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from prefixcache import image_memory
 from prefixcache.blocks.budget import Budget
 from prefixcache.blocks.graph import Graph
-from prefixcache.blocks.node import Slot, Tree
+from prefixcache.blocks.node import RAM, Slot, Tree
 from prefixcache.image_format import ROWS
 from prefixcache.metrics.stats import Counters
 from prefixcache.ssd.entries import NamespaceRow
@@ -60,6 +60,15 @@ class StorageState:
         self.counters = Counters()
         self.long_prompts = LongPrompts()
         self.evicted_keys = EvictedKeys()
+
+    def drop_from_ram(self, slot: Slot) -> None:
+        """Drop an image from RAM, and count it as evicted."""
+        self.graph.drop(slot, RAM)
+        self.note_evicted(slot)
+        self.counters.arrivals.left(slot)
+        self.counters.arrivals_remote.left(slot)
+        self.counters.evicted += 1
+        self.changed.notify_all()
 
     def note_evicted(self, slot: Slot) -> None:
         """Remember a whole block whose rows were evicted, if no tier has them any more."""

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable, Iterator
 
 from prefixcache.blocks.budget import Reservation
-from prefixcache.blocks.eviction import eviction_victim, victims_for
+from prefixcache.blocks.eviction import eviction_victim, leaf_depending_on, victims_for
 from prefixcache.blocks.graph import NODE_BYTES
 from prefixcache.blocks.masks import mask_from, window_key
 from prefixcache.blocks.node import RAM, Node, Slot, dependencies
@@ -128,8 +128,8 @@ class TierInGraph:
         log.warning(text, self.tier.name, size(self.tier.limit), size(nbytes))
 
     def _make_room(self, nbytes: int, slot: Slot | None = None, spilled: Slot | None = None) -> bool:
-        """Delete the least recent images for `nbytes`. For a `slot` to be written, which `spilled` depends on or is: only
-        images less recent than both, and no indexed ones unless that makes room enough.
+        """Delete the least recent images for `nbytes`, at last those that RAM goes on from. For a `slot` to be written, which
+        `spilled` depends on or is: only images less recent than both, and no indexed ones unless that makes room enough.
         """
         tier, graph = self.tier, self._state.graph
         while (missing := tier.used + nbytes - tier.limit) > 0:
@@ -148,7 +148,12 @@ class TierInGraph:
                 if not slot.hits and not slot.leases and self._spares(victims, slot, nbytes):
                     return False
             if not victims:
-                return False
+                leaf = (
+                    None if slot is not None or not graph.images[self.number] else leaf_depending_on(graph, self.number)
+                )
+                if leaf is None:
+                    return False
+                self._state.drop_from_ram(leaf)
             for victim in victims:
                 self.delete(victim)
                 self._state.note_evicted(victim)
@@ -170,7 +175,7 @@ class TierInGraph:
         claim = Claim(
             long_prompts, self.number, self.tier.limit, path[:-1], lambda: [n.key for n in path if n.is_whole]
         )
-        return claim.spares(hit, nbytes)
+        return claim.is_begun and claim.spares(hit, nbytes)
 
     # -- written and deleted ------------------------------------------------------------------------------------------
 

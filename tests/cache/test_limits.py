@@ -127,6 +127,20 @@ def test_what_was_pinned_when_the_ssd_limit_fell_leaves_when_it_is_let_go(opened
     assert du(tmp_path / "ssd") <= 800_000
 
 
+def test_a_lower_ssd_limit_holds_though_ram_goes_on_from_what_the_ssd_alone_has(opened, tmp_path):
+    cache = opened()
+    for seed in range(30):
+        states.put(cache, prompt(seed, 512))
+    cache.flush()
+    cache.trim_to(0)
+    put_prompts(cache, *range(30))  # their ends: the first blocks are on the SSD alone
+    cache.resize(ssd="2MB")
+    until(lambda: du(tmp_path / "ssd") + cache.stats().ssd.reserve <= 2_000_000)
+    cache.flush()
+    states.check_integrity(cache)
+    assert exact(cache, prompt(29))
+
+
 def test_a_prompt_larger_than_the_ssd_is_written_once_and_keeps_its_leading_part(opened):
     cache = opened(ram="20MB", ssd="1MB")
     tokens = prompt(1, 20_000)

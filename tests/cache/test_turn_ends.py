@@ -66,6 +66,23 @@ def test_a_whole_block_that_shares_more_hides_no_tail(layers):
         assert hit(cache, [*PROMPT[:599], 5, 8]) == 599
 
 
+@pytest.mark.parametrize("asked", [350, 400, 450])
+@pytest.mark.parametrize("codec", ["raw", CODEC])
+def test_what_the_ssd_alone_has_hides_nothing_that_ram_has(tmp_path, codec, asked):
+    """The SSD's tail shares more with what is asked for than RAM's."""
+    with PrefixCache(ram="20MB", codec=codec, ssd_dir=tmp_path / "ssd", ssd="50MB") as cache:
+        states.put(cache, PROMPT[:400])
+        cache.flush(30)
+        cache.trim_to(0)
+        states.put(cache, [*PROMPT[:300], *[5] * 100])
+        cache.promote(PROMPT[:256], model="m").result(30)
+        tokens = PROMPT[:asked]
+        prompt = cache.prompt(tokens, model="m", whole_blocks=True)
+        assert asked - len(cache.fetch(prompt, leave=0)[1]) == 300
+        assert cache.match(prompt) == (300, min(asked, 400))
+        cache.check_integrity()
+
+
 def test_it_comes_back_from_the_ssd(tmp_path):
     options = {"ram": "20MB", "codec": CODEC, "ssd_dir": tmp_path / "ssd", "ssd": "50MB"}
     with PrefixCache(**options) as cache:
