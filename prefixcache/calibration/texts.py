@@ -1,17 +1,14 @@
 """The text that a model reads while it is calibrated, and the windows cut from it.
 
 The default is of many kinds, since a basis that was calibrated on English prose alone is worse on code and on other
-languages: the files of `corpus/`, Python of the standard library, and prose about installed packages. `pydoc_data.topics`
-is not in it: `prefixcache evaluate` measures on that text. No model is known here; a tokenizer is a function.
+languages: the files of `corpus/`, a folder for each kind. All were written for this project, and nothing else is read, so
+the default text is the same bytes everywhere (decision 0019). `prefixcache evaluate` measures on none of it. No model is
+known here; a tokenizer is a function.
 """
 
 from __future__ import annotations
 
-import importlib
-import re
-import sysconfig
-from collections.abc import Callable, Iterator, Sequence
-from importlib.metadata import distributions
+from collections.abc import Callable, Sequence
 from itertools import chain, zip_longest
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -20,30 +17,8 @@ Part = TypeVar("Part")
 
 CORPUS = Path(__file__).with_name("corpus")
 
-# Of many fields and styles, each a module or a package in Python 3.10 to 3.14; what one version lacks is left out.
-_MODULES = """
-_pydatetime argparse ast asyncio.base_events asyncio.tasks bisect calendar collections configparser contextlib csv
-dataclasses datetime difflib email.message enum fractions functools graphlib heapq html.parser http.client ipaddress
-json.decoder json.encoder logging.handlers multiprocessing.pool pathlib pickle queue random selectors shlex shutil
-smtplib statistics string subprocess tempfile textwrap threading traceback unittest.case urllib.parse uuid weakref
-xml.etree.ElementTree zipfile
-"""
-MODULES = tuple(_MODULES.split())
-
-# What this package depends on, directly or not. Any other installed project comes after these, if more is needed.
-_PROJECTS = """
-annotated-types fsspec huggingface-hub idna markdown-it-py mlx mlx-lm numpy psutil pydantic pydantic-core
-python-dateutil python-dotenv regex rich sentencepiece sqlite-fts4 sqlite-utils tabulate tokenizers tqdm transformers
-typer xxhash
-"""
-PROJECTS = tuple(_PROJECTS.split())
-SHORTEST = 2_000  # characters of a description: a shorter one is little but badges and links
-LONGEST = 20_000  # characters that are taken of one: what follows is most often a change log
-ENOUGH = 275_000  # characters of descriptions
-
-NUMPY = ("numpy", "numpy.fft", "numpy.linalg", "numpy.random")
-
-WEIGHTS = {"corpus": 2, "code": 1, "prose": 1}  # the shares of the windows; a kind not named here counts 1
+# The kinds, each a folder of CORPUS, and the shares of the windows. A kind not named here counts 1.
+WEIGHTS = {"languages": 2, "code": 1, "prose": 1}
 
 
 class Text(NamedTuple):
@@ -55,8 +30,12 @@ class Text(NamedTuple):
 
 
 def default_texts() -> list[Text]:
-    """Return the corpus, then code, then prose: the same on every call. What isn't installed is left out."""
-    return [*_corpus(), *_code(), *_descriptions(), *_docstrings()]
+    """Return the files of the corpus, kind by kind."""
+    return [
+        Text(path.stem, path.read_text(encoding="utf-8"), kind)
+        for kind in WEIGHTS
+        for path in sorted((CORPUS / kind).glob("*.txt"))
+    ]
 
 
 def read_texts(paths: Sequence[Path]) -> list[Text]:
@@ -118,51 +97,6 @@ def windows(
     chosen = {kind: iter(_spread(of_kind, turns.count(kind))) for kind, of_kind in pieces.items()}
     cut = [[*opening, *next(chosen[kind])] for kind in turns]
     return Windows([w for i, w in enumerate(cut) if i not in apart], [w for i, w in enumerate(cut) if i in apart])
-
-
-# -- where the default text is from ---------------------------------------------------------------------------------------
-
-
-def _corpus() -> Iterator[Text]:
-    for path in sorted(CORPUS.glob("*.txt")):
-        yield Text(path.stem, path.read_text(encoding="utf-8"), "corpus")
-
-
-def _code() -> Iterator[Text]:
-    """Read code from the interpreter's files: nothing is imported."""
-    library = Path(sysconfig.get_path("stdlib"))
-    for name in MODULES:
-        path = library.joinpath(*name.split("."))
-        for file in (path.with_suffix(".py"), path / "__init__.py"):
-            if file.is_file():
-                yield Text(name, file.read_text(encoding="utf-8"), "code")
-                break
-
-
-def _descriptions() -> Iterator[Text]:
-    """Read what installed projects say about themselves, in Markdown and reStructuredText."""
-    descriptions: dict[str, str] = {}
-    for distribution in distributions():
-        metadata = distribution.metadata
-        if metadata and "Name" in metadata and "Description" in metadata:  # a broken install has no metadata
-            name = re.sub(r"[-_.]+", "-", metadata["Name"]).lower()
-            descriptions.setdefault(name, metadata["Description"])
-    descriptions = {name: text for name, text in descriptions.items() if len(text) > SHORTEST}
-    there = 0
-    for name in sorted(descriptions, key=lambda name: (name not in PROJECTS, name)):
-        if there < ENOUGH:
-            yield Text(name, descriptions[name][:LONGEST], "prose")
-            there += len(descriptions[name][:LONGEST])
-
-
-def _docstrings() -> Iterator[Text]:
-    """Read NumPy's docstrings: explanations with formulas and examples. A docstring of two names is taken once."""
-    for name in NUMPY:
-        module = importlib.import_module(name)
-        documents = (getattr(getattr(module, public, None), "__doc__", None) for public in sorted(module.__all__))
-        text = "\n\n".join(dict.fromkeys(document for document in documents if document))
-        if text:
-            yield Text(f"docstrings of {name}", text, "prose")
 
 
 # -- which windows ----------------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from prefixcache.codecs.transform import bases
 from prefixcache.codecs.transform.basis import GUESSED, MATCHED, NEAREST, Basis, Measured
 from tests.servers.serving import save_model
 
-TEXT = texts.CORPUS / "english_dialogue.txt"
+TEXT = texts.CORPUS / "languages" / "english_dialogue.txt"
 SIZE = ("--text", TEXT, "--windows", 1, "--tokens", 320, "--draws", 1, "--basis-dir")
 
 

@@ -27,7 +27,7 @@ from prefixcache.codecs.transform.codec import Transform
 from tests.servers.serving import save_model
 
 TINY = Path(__file__).parents[1] / "fixtures" / "tiny-llama"
-TEXT = texts.CORPUS / "english_dialogue.txt"
+TEXT = texts.CORPUS / "languages" / "english_dialogue.txt"
 SIZE = ("--windows", 4, "--tokens", 96, "--draws", 3)
 SMALL = ("--text", TEXT, *SIZE)
 

@@ -8,7 +8,7 @@ from prefixcache.calibration.texts import CORPUS
 from prefixcache.cli.calibrate.making import make
 from prefixcache.cli.calibrate.options import Calibration
 
-TEXT = CORPUS / "english_dialogue.txt"
+TEXT = CORPUS / "languages" / "english_dialogue.txt"
 
 
 def calibrate(model: Path, folder: Path, adapter: Path | None = None) -> Path:

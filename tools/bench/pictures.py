@@ -18,7 +18,7 @@ from tests.vlm.seeing import Answer, Inputs, SeeingModel
 from tools.bench import report
 from tools.bench.report import Beside, Figure
 
-TEXT = Path(prefixcache.__file__).parent / "calibration" / "corpus" / "english_dialogue.txt"
+TEXT = Path(prefixcache.__file__).parent / "calibration" / "corpus" / "languages" / "english_dialogue.txt"
 CODECS = ("raw", "turboquant:4")
 NEAR = 1e-3  # of the logits' deviation: sums in another order
 

@@ -95,7 +95,7 @@ def models(scale: str) -> Iterator[Figure]:
 
 def _figure(name: str, sizes: Sizes, model: Path, bases: Path) -> Figure:
     bases.mkdir()
-    texts = None if sizes.prefix > 300 else [CORPUS / "english_dialogue.txt"]
+    texts = None if sizes.prefix > 300 else [CORPUS / "languages" / "english_dialogue.txt"]
     asked = Calibration(str(model), None, texts, sizes.windows, sizes.tokens, sizes.draws, float32=True)
     made = making.make(asked, bases)
     job = EvaluationSize(sizes.prefix, sizes.after, sizes.places, needles=0)
