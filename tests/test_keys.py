@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import hashlib
 from array import array
 from collections import UserList, deque

@@ -4,8 +4,6 @@
 `codec_from_spec` from a file's header. Called by `prefixcache.layers`; nothing here knows blocks, images or files.
 """
 
-from __future__ import annotations
-
 from prefixcache.codecs.base import Codec, Plane, RowCodec, Stream
 from prefixcache.codecs.choice import as_codec, codec_from_spec
 from prefixcache.codecs.raw import Raw, RawRows

@@ -1,7 +1,5 @@
 """At which boundaries a prompt can be hit whose model has sliding windows or recurrent state, and what goes with them."""
 
-from __future__ import annotations
-
 import pytest
 
 from prefixcache.blocks.node import RAM, Window, covering_rows, dependencies

@@ -1,7 +1,5 @@
 """Superseded tails, and what nodes and slots cost while they are there."""
 
-from __future__ import annotations
-
 import pytest
 
 from prefixcache.blocks.budget import Budget

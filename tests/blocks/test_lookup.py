@@ -1,7 +1,5 @@
 """How deep a prompt is found in the graph, and what that costs."""
 
-from __future__ import annotations
-
 import pytest
 
 from prefixcache.blocks.eviction import eviction_victim

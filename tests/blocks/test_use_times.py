@@ -1,7 +1,5 @@
 """`UseTimes`: what it takes for unused since a time was surely not used since; what was not used long before it is found."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -1,7 +1,5 @@
 """`PrefixCache.branch_point`: where prompts part, which is where a model with recurrent layers leaves a snapshot."""
 
-from __future__ import annotations
-
 import pytest
 
 from prefixcache import PrefixCache

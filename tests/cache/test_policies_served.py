@@ -1,7 +1,5 @@
 """Policies and admission to the SSD in a cache that stores, fetches and promotes: what they are told, what it is given."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Token ids in an array of MLX are taken, or refused, as those of NumPy are (tests/test_keys.py)."""
 
-from __future__ import annotations
-
 import mlx.core as mx
 import numpy as np
 import pytest

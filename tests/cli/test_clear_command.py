@@ -1,7 +1,5 @@
 """`prefixcache clear`: it asks, and it says what it did."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -1,7 +1,5 @@
 """`prefixcache inspect` of a directory in which the ranks of a model have theirs."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

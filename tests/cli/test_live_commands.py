@@ -1,7 +1,5 @@
 """The commands on a running server, as far as they refuse without asking it, or find none. The rest: test_admin.py."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.remote.servers import free_port

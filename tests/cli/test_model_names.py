@@ -1,7 +1,5 @@
 """`--model` of the commands that look into a directory: an identity, or the name before its @."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """`prefixcache prune`: what its options mean, and its exit codes."""
 
-from __future__ import annotations
-
 import json
 import os
 import sqlite3

@@ -1,7 +1,5 @@
 """How the commands write numbers, sizes, ages and foreign texts."""
 
-from __future__ import annotations
-
 import pytest
 
 from prefixcache.cli.text import age, complain, many, safe, size

@@ -1,7 +1,5 @@
 """The setting `codec`: what may be written for it, and where."""
 
-from __future__ import annotations
-
 import pytest
 
 from prefixcache.codecs import Raw, TurboQuant

@@ -4,8 +4,6 @@ A directory may come out of an archive that somebody else packed. Opening it rea
 for nobody.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket

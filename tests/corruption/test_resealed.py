@@ -4,8 +4,6 @@ Promised: no code of his runs, no path of his is used, the process lives, memory
 numbers in a tensor are the model's, because whoever writes the directory can write any.
 """
 
-from __future__ import annotations
-
 import os
 import tracemalloc
 

@@ -1,7 +1,5 @@
 """The tests pass where a shell starts them in the background: it has them ignore SIGINT, which some of them send."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

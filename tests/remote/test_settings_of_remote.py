@@ -1,7 +1,5 @@
 """What a cache says of a remote tier that can't be."""
 
-from __future__ import annotations
-
 import builtins
 import logging
 import traceback

@@ -1,7 +1,5 @@
 """`prefixcache serve` with its directory on a disk that is not there yet: RAM answers until it comes."""
 
-from __future__ import annotations
-
 from tests.servers.serving import ask, save_model, serve, serving, starting, user, wait_for
 
 

@@ -1,7 +1,5 @@
 """Somebody reads the index in a transaction that does not end: its log can't be cut. Nobody waits, the limit holds."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

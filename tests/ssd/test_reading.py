@@ -1,7 +1,5 @@
 """The disk is believed only when proved: what happens to files that are not what they should be."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

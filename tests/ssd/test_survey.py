@@ -1,7 +1,5 @@
 """What `inspect` shows, of a live directory and of a dead one, without leaving a trace."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What the cache relies on: writes, deletions, touches, reads, and what they report."""
 
-from __future__ import annotations
-
 import threading
 from contextlib import suppress
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`python -m tools.bench`: every figure that the project answers for, beside its bar and a reference of the same run."""
 
-from __future__ import annotations
-
 import sys
 
 from tools.bench import report
