@@ -51,7 +51,7 @@ def hook_attention() -> None:
         if type(function) is not FunctionType or function.__closure__:
             raise RuntimeError(
                 f"mlx_lm.models.base.scaled_dot_product_attention is {function!r}, put there by another package: make "
-                'live caches before it does so, or make them with attend="buffer"'
+                "live caches before it does so, or keep plain ones"
             )
         _code_before = function.__code__
         setattr(base, AS_IT_WAS, FunctionType(_code_before, base.__dict__, AS_IT_WAS, function.__defaults__))
