@@ -5,44 +5,32 @@ mlx-lm is imported when the command runs, so that asking for help and a wrong fi
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from prefixcache.cli.options import AsJson, CanonicalOptions, with_options
+from prefixcache.cli.options import AsJson, CanonicalOptions, TokenizerOptions, with_options
 from prefixcache.cli.running.prompts import read_bodies
 from prefixcache.cli.text import Refused, print_json, refusing, safe
 
 if TYPE_CHECKING:
     from prefixcache.servers.compared_prompts import Comparison, RequestReader, Side
 
+Model = Annotated[str, typer.Option(metavar="MODEL", help="The model's folder, or its name on Hugging Face.")]
 Request = Annotated[Path, typer.Argument(help="The body of a chat, messages or responses request, as JSON.")]
-
-
-@dataclass(frozen=True)
-class TokenizerOptions:
-    """The model whose tokenizer and chat template make the prompts."""
-
-    model: Annotated[str, typer.Option(metavar="MODEL", help="The model's folder, or its name on Hugging Face.")]
-    chat_template: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="A chat template in the place of the model's own.")
-    ] = None
-    chat_template_args: Annotated[
-        str, typer.Option(metavar="JSON", help="Arguments of the template, such as '{\"enable_thinking\": false}'.")
-    ] = "{}"
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
-    ] = False
 
 
 @with_options
 def explain(
-    given: TokenizerOptions, text: CanonicalOptions, first: Request, second: Request, as_json: AsJson = False
+    model: Model,
+    tokenizer: TokenizerOptions,
+    text: CanonicalOptions,
+    first: Request,
+    second: Request,
+    as_json: AsJson = False,
 ) -> None:
     """Show where the prompts of two requests part: how many tokens they begin with alike, in which part of each (the system
     text, the tools, a message), the text around it, and which rules of canonical text make a difference. The model is not
@@ -52,16 +40,11 @@ def explain(
     """
     with refusing():
         bodies = [_body(file) for file in (first, second)]
-        try:
-            arguments = json.loads(given.chat_template_args)
-        except ValueError:
-            arguments = None
-        if not isinstance(arguments, dict):
-            raise Refused(f"--chat-template-args {given.chat_template_args}: not a JSON object; write one")
+        arguments = tokenizer.template_arguments()
         from prefixcache.servers.compared_prompts import compare
         from prefixcache.servers.request_schema import RequestRefused
 
-        reader = _reader(given, arguments)
+        reader = _reader(model, tokenizer.config(), arguments)
         try:
             compared = compare(reader, *bodies, rules=text.rules())
         except ValueError as error:
@@ -79,7 +62,7 @@ def _body(file: Path) -> dict[str, Any]:
     return bodies[0][1]
 
 
-def _reader(given: TokenizerOptions, arguments: dict[str, Any]) -> RequestReader:
+def _reader(model: str, config: dict[str, Any], arguments: dict[str, Any]) -> RequestReader:
     from mlx_lm.utils import load_tokenizer
 
     from prefixcache.servers.chat_messages import template_roles
@@ -87,16 +70,13 @@ def _reader(given: TokenizerOptions, arguments: dict[str, Any]) -> RequestReader
     from prefixcache.upstream import download
 
     logging.getLogger("transformers").setLevel(logging.ERROR)  # it would warn that a prompt is longer than the context
-    template = {"chat_template": given.chat_template} if given.chat_template else {}
     try:
-        folder = Path(given.model).expanduser()
-        folder = folder if folder.is_dir() else download(given.model)
-        tokenizer = load_tokenizer(folder, {"trust_remote_code": given.trust_remote_code, **template})
+        folder = Path(model).expanduser()
+        folder = folder if folder.is_dir() else download(model)
+        tokenizer = load_tokenizer(folder, config)
     except Exception as error:  # what the Hub and tokenizers raise has no common class
         reason = " ".join(str(error).split())[:200]
-        raise Refused(
-            f"--model {given.model}: its tokenizer can't be loaded: {reason}; give a model's folder"
-        ) from error
+        raise Refused(f"--model {model}: its tokenizer can't be loaded: {reason}; give a model's folder") from error
     return RequestReader(tokenizer, template_roles(tokenizer), arguments)
 
 

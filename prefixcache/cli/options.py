@@ -5,11 +5,14 @@ options that several commands have.
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Annotated, Any, get_type_hints
 
 import typer
+
+from prefixcache.cli.text import Refused
 
 AsJson = Annotated[bool, typer.Option("--json", help="The result as one JSON object.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would be deleted.")]
@@ -19,6 +22,36 @@ AdapterPath = Annotated[
 Float32 = Annotated[
     bool, typer.Option("--float32", help="Cast the weights: a CPU multiplies float32 faster than half precision.")
 ]
+
+
+@dataclass(frozen=True)
+class TokenizerOptions:
+    """How a model's tokenizer and its chat template make prompts."""
+
+    chat_template: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="A chat template in the place of the model's own.")
+    ] = None
+    chat_template_args: Annotated[
+        str, typer.Option(metavar="JSON", help="Arguments of the template, such as '{\"enable_thinking\": false}'.")
+    ] = "{}"
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
+    ] = False
+
+    def config(self) -> dict[str, Any]:
+        """Return what mlx-lm makes the tokenizer with."""
+        template = {"chat_template": self.chat_template} if self.chat_template else {}
+        return {"trust_remote_code": self.trust_remote_code, **template}
+
+    def template_arguments(self) -> dict[str, Any]:
+        try:
+            arguments = json.loads(self.chat_template_args)
+        except ValueError:
+            arguments = None
+        if not isinstance(arguments, dict):
+            remedy = "not a JSON object; write one such as '{\"enable_thinking\": false}'"
+            raise Refused(f"--chat-template-args {self.chat_template_args}: {remedy}")
+        return arguments
 
 
 @dataclass(frozen=True)

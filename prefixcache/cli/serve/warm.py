@@ -6,7 +6,6 @@ MLX and mlx-lm are imported when the command runs, so that asking for help and a
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import signal
@@ -19,12 +18,12 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from prefixcache.cache import PrefixCache
-from prefixcache.cli.options import AdapterPath, CanonicalOptions, flag_of, with_options
+from prefixcache.cli.options import AdapterPath, CanonicalOptions, TokenizerOptions, flag_of, with_options
 from prefixcache.cli.progress import bar
 from prefixcache.cli.running.admin_client import KeyFile
 from prefixcache.cli.running.warm import warm_live
 from prefixcache.cli.serve.cache_options import Flags, settings_from, with_settings
-from prefixcache.cli.text import complain, many
+from prefixcache.cli.text import Refused, complain, many
 from prefixcache.layers import CacheError
 from prefixcache.ranks.launcher import when_launcher_ends
 from prefixcache.settings import Settings
@@ -55,30 +54,17 @@ class WarmOptions:
         str | None, typer.Option(metavar="MODEL", help="The model's folder, or its name on Hugging Face.")
     ] = None
     adapter_path: AdapterPath = None
-    chat_template: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="A chat template in the place of the model's own.")
-    ] = None
-    chat_template_args: Annotated[
-        str, typer.Option(metavar="JSON", help="Arguments of the template, such as '{\"enable_thinking\": false}'.")
-    ] = "{}"
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
-    ] = False
     prefill_step_size: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens in one call of the model.")] = 2048
     pipeline: Annotated[
         bool, typer.Option("--pipeline", help="Under mlx.launch: a pipeline, as the server's, not tensor parallelism.")
     ] = False
-
-    def tokenizer_config(self) -> dict[str, Any]:
-        """Return what mlx-lm makes the tokenizer with."""
-        template = {"chat_template": self.chat_template} if self.chat_template else {}
-        return {"trust_remote_code": self.trust_remote_code, **template}
 
 
 @with_settings
 @with_options
 def warm(
     given: WarmOptions,
+    tokenizer: TokenizerOptions,
     text: CanonicalOptions,
     prompts: Annotated[
         list[Path] | None,
@@ -116,7 +102,7 @@ def warm(
         others: dict[str, Any] = {
             "--model": given.model,
             "--adapter-path": given.adapter_path,
-            "--chat-template": given.chat_template,
+            "--chat-template": tokenizer.chat_template,
         }
         others |= {flag_of(name): value for name, value in flags.items()}
         for option, value in others.items():
@@ -126,14 +112,14 @@ def warm(
         return warm_live(url, admin_key_file, prompts or [])
     try:
         settings = _patient(_settings(flags))
-        options = _json_object("--chat-template-args", given.chat_template_args)
+        arguments = tokenizer.template_arguments()
         requests = _read(prompts or [], text)
-        source = _find(given)
+        source = _find(given, tokenizer)
         ranks = _ranks(given.adapter_path)
-        sequences = _tokenize(source, requests, options)
+        sequences = _tokenize(source, requests, arguments)
         with _errors_of(ranks):
             done, lost = _warm(settings, source, sequences, given, ranks)
-    except (NotWarmed, SsdError) as error:
+    except (NotWarmed, Refused, SsdError) as error:
         complain(_one_line(error))
         raise typer.Exit(2) from error
     except Stopped as stopped:
@@ -165,16 +151,6 @@ def _settings(flags: Flags) -> Settings:
 
 def _patient(settings: Settings) -> Settings:
     return settings.model_copy(update={n: value for n, value in PATIENT.items() if n not in settings.model_fields_set})
-
-
-def _json_object(flag: str, text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError:
-        value = None
-    if not isinstance(value, dict):
-        raise NotWarmed(f"{flag} {text}: not a JSON object; write one such as '{{\"enable_thinking\": false}}'")
-    return value
 
 
 def _read(files: list[Path], text: CanonicalOptions) -> list[WarmPrompt]:
@@ -232,7 +208,7 @@ class GivenModel(NamedTuple):
         return model
 
 
-def _find(given: WarmOptions) -> GivenModel:
+def _find(given: WarmOptions, tokenizer: TokenizerOptions) -> GivenModel:
     """Return the model's files, downloaded where need be, and its identity. Nothing is loaded yet."""
     from prefixcache.identity import model_identity
 
@@ -244,7 +220,7 @@ def _find(given: WarmOptions) -> GivenModel:
         folder = _download(model)
     adapter = str(Path(given.adapter_path).expanduser()) if given.adapter_path is not None else None
     try:
-        return GivenModel(model, folder, adapter, model_identity(folder, adapter), given.tokenizer_config())
+        return GivenModel(model, folder, adapter, model_identity(folder, adapter), tokenizer.config())
     except (OSError, ValueError) as error:
         raise NotWarmed(str(error)) from error
 
