@@ -160,6 +160,11 @@ def _streams(arrays: dict[str, mx.array], cache: Any, at: str, exact: bool) -> l
     return streams
 
 
+def _layout(cache: Any, kind: str, attributes: dict[str, Any], **more: Any) -> Layout:
+    """Return the layout of a layer whose streams are not known yet."""
+    return {"class": class_path(type(cache)), "kind": kind, "attrs": attributes, "streams": None, **more}
+
+
 def _unused(layout: Layout, offset: int) -> Leaf:
     """Return a layer without rows. `streams`: None if it was never used, [] if it counts tokens but keeps no rows."""
     layout["streams"] = [] if offset else None
@@ -191,12 +196,7 @@ class Sliceable(Adapter):
 
     def read(self, cache: Any, at: str) -> Leaf:
         arrays = self._arrays(cache)
-        layout: Layout = {
-            "class": class_path(type(cache)),
-            "kind": "sliceable",
-            "attrs": _constants(cache, ("keys", "values", "offset"), at),
-            "streams": None,
-        }
+        layout = _layout(cache, "sliceable", _constants(cache, ("keys", "values", "offset"), at))
         offset = _position(cache.offset, at, cache)
         if not arrays:
             return _unused(layout, offset)
@@ -273,13 +273,7 @@ class Rotating(Adapter):
         size, keep = attrs.get("max_size"), attrs.get("keep", 0)
         if type(size) is not int or type(keep) is not int or not 0 <= keep < size:
             raise CacheError(f"{at} ({type(cache).__name__}): max_size {size!r} and keep {keep!r} make no window")
-        layout: Layout = {
-            "class": class_path(type(cache)),
-            "kind": "windowed",
-            "attrs": attrs,
-            "streams": None,
-            "window": list(Window(size, keep, chunked=False)),
-        }
+        layout = _layout(cache, "windowed", attrs, window=list(Window(size, keep, chunked=False)))
         offset, index = _position(cache.offset, at, cache), _position(cache._idx, at, cache)
         if cache.keys is None:
             return _unused(layout, offset)
@@ -328,13 +322,7 @@ class Chunked(Adapter):
         size = attrs.get("chunk_size")
         if type(size) is not int or size < 1:
             raise CacheError(f"{at} ({type(cache).__name__}): chunk_size {size!r} is not a number of tokens")
-        layout: Layout = {
-            "class": class_path(type(cache)),
-            "kind": "windowed",
-            "attrs": attrs,
-            "streams": None,
-            "window": list(Window(size, chunked=True)),
-        }
+        layout = _layout(cache, "windowed", attrs, window=list(Window(size, chunked=True)))
         offset, start = _position(cache.offset, at, cache), _position(cache.start_position, at, cache)
         if cache.keys is None:
             return _unused(layout, offset)
@@ -361,16 +349,12 @@ class Snapshot(Adapter):
         path = class_path(type(cache))
         if not hasattr(cache, "__dict__"):
             raise CacheError(f"{at}: class {path} has no __dict__, so its state can't be read")
-        self._one_sequence(cache, at)
-        offset = getattr(cache, "offset", None)
-        positions = None if offset is None else _position(offset, at, cache)
-        return Leaf({"class": path, "kind": "snapshot"}, positions, state=vars(cache))
-
-    @staticmethod
-    def _one_sequence(cache: Any, at: str) -> None:
         batch = getattr(cache, "batch_size", 1)
         if isinstance(batch, int) and batch > 1:
             raise _several(cache, at, batch)
+        offset = getattr(cache, "offset", None)
+        positions = None if offset is None else _position(offset, at, cache)
+        return Leaf({"class": path, "kind": "snapshot"}, positions, state=vars(cache))
 
 
 class Batched(Adapter):
