@@ -441,7 +441,6 @@ def is_hash(text: object) -> bool:
 
 
 def summary(basis: Basis) -> Mapping[str, Any]:
-    """Return what a person wants to know of it."""
     return {
         "model": basis.model,
         "hash": basis.hash,

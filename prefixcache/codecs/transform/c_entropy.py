@@ -251,9 +251,6 @@ def _checked(classes: Array, components: int) -> Array:
 
 
 def _share_out(rows: int, components: int, work: Callable[[int, int], None]) -> None:
-    """Share out `work` on all rows [first, last), in shares that each thread takes one after the other, where there is
-    enough.
-    """
     share = -(-SHARE // max(1, components))
     share = -(-share // ROWS_AT_ONCE) * ROWS_AT_ONCE
     share_out(rows, share, -(-rows // share), work)

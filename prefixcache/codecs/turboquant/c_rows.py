@@ -11,7 +11,7 @@ import contextlib
 import ctypes
 import platform
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -326,7 +326,10 @@ class _Work:
 
     def run(self) -> None:
         jobs, path = b"".join(self._jobs), path_number()
-        _share_out(self._rows, self._nbytes, lambda first, last: self._function(jobs, first, last, path))
+        share = -(-self._rows // max(1, self._nbytes // SHARE))
+        share = -(-share // ROWS_AT_ONCE) * ROWS_AT_ONCE
+        worth = self._nbytes // WORTH_A_THREAD
+        share_out(self._rows, share, worth, lambda first, last: self._function(jobs, first, last, path))
         for target, copied in self._copies:
             target[...] = copied
 
@@ -343,12 +346,3 @@ def _dtype_of(name: str) -> np.dtype[Any]:
 def _check(name: str, array: Array, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
     if array.shape != shape or array.dtype != dtype:
         raise ValueError(f"{name} of shape {array.shape} and dtype {array.dtype}: these take {shape} of {dtype}")
-
-
-def _share_out(rows: int, nbytes: int, work: Callable[[int, int], None]) -> None:
-    """Share out `work` on all rows [first, last), in shares that each thread takes one after the other, where there is
-    enough.
-    """
-    share = -(-rows // max(1, nbytes // SHARE))
-    share = -(-share // ROWS_AT_ONCE) * ROWS_AT_ONCE
-    share_out(rows, share, nbytes // WORTH_A_THREAD, work)

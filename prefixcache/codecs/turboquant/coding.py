@@ -85,7 +85,6 @@ class Choice(NamedTuple):
         return self
 
     def codec(self) -> TurboQuant:
-        """Return a codec that gives these codes."""
         return TurboQuant(self.key_bits, self.value_bits, self.levelling, sink_tokens=self.sink_tokens, seed=self.seed)
 
     def __str__(self) -> str:
