@@ -84,6 +84,13 @@ def pytest_xdist_auto_num_workers() -> int:
     return (os.cpu_count() or 1) + 1
 
 
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the user's environment says of caches is not for tests."""
+    for name in [name for name in os.environ if name.upper().startswith("PREFIXCACHE_")]:
+        monkeypatch.delenv(name)
+
+
 @pytest.fixture
 def new_objects_only() -> Iterator[None]:
     """`gc.collect()` visits what the test itself makes, and not what hundreds of modules made before it."""

@@ -16,13 +16,6 @@ GB = 1 << 30
 REMEDY = 'write "20GB", "512MiB" or a number of bytes'
 
 
-@pytest.fixture(autouse=True)
-def no_variables(monkeypatch):
-    for name in list(os.environ):
-        if name.upper().startswith("PREFIXCACHE_"):
-            monkeypatch.delenv(name)
-
-
 @pytest.fixture
 def toml(tmp_path):
     def write(text: str) -> Path:

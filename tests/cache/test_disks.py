@@ -439,7 +439,6 @@ def unplugged(disk: Path, aside: Path) -> Iterator[None]:
 
 
 def open_on(device: int) -> list[str]:
-    """What this process has open there."""
     found = []
     for number in os.listdir("/proc/self/fd"):
         with suppress(OSError):

@@ -97,7 +97,6 @@ def check_serves(folder: Path, salt: bytes) -> None:
 
 
 def check_whole(folder: Path, salt: bytes) -> None:
-    """What the victim had is there."""
     with opened(folder) as cache:
         for prompt in (PROMPT, OTHER):
             assert cache.promote(prompt, model="m", salt=salt).result(30) == len(prompt)

@@ -33,7 +33,6 @@ def spelled(runs: list[tuple[int, int]]) -> list[int]:
 
 
 def parted(cache: PrefixCache, tokens: list[int], **more: bytes) -> Parting:
-    """What is said of a fetch of these tokens."""
     asked = cache.prompt(tokens, model="m", **more)
     return cache.parting(asked, len(tokens) - len(cache.fetch(asked)[1]))
 

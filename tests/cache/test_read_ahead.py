@@ -61,7 +61,6 @@ def cold(path, codec, make, tokens):
 
 @pytest.fixture
 def taken(monkeypatch):
-    """How many prompts were taken from what was decoded ahead."""
     found = []
     real = module.ReadAhead.take
 

@@ -16,6 +16,7 @@ from prefixcache.image_format import Blueprint, HeaderFields, Spec
 from prefixcache.layers.image_layout import Plan, read
 from prefixcache.layers.snapshots import encode_state
 from tests.cache.test_write_back import extend, some_rows
+from tests.models.states import whole_hit
 
 TOKENS = list(range(300))
 HEADS, ROWS, WIDTH = 4, 128, 128
@@ -39,13 +40,6 @@ def bits(prompt_cache: list[Any]) -> list[bytes]:
     return [np.array(array.view(mx.uint8)).tobytes() for array in prompt_cache[0].cache]
 
 
-def fetched(cache: PrefixCache, tokens: list[int] = TOKENS) -> list[Any]:
-    made, rest = cache.fetch(tokens, model="m", leave=0)
-    assert made is not None
-    assert rest == []
-    return made
-
-
 def error(state: mx.array, exact: mx.array) -> float:
     own, other = (np.array(array.astype(mx.float32), np.float64) for array in (state, exact))
     return float(np.sqrt(np.mean((own - other) ** 2) / np.mean(other**2)))
@@ -60,7 +54,7 @@ def test_state_becomes_what_a_fetch_gives(codec: str, most: float, dtype: mx.Dty
     exact, live = layers(dtype=dtype), layers(dtype=dtype)
     with PrefixCache(ram="50MB", codec=codec) as cache:
         assert cache.store(TOKENS, live, model="m", write_back_from=0).snapshot
-        assert bits(live) == bits(fetched(cache))
+        assert bits(live) == bits(whole_hit(cache, TOKENS))
         assert bits(live)[0] == bits(exact)[0]
         assert 0 < error(live[0][1], exact[0][1]) < most
         cache.check_integrity()
@@ -71,7 +65,7 @@ def test_state_that_is_not_to_be_coded_keeps_every_bit(codec: Codec | str) -> No
     exact, live = layers(), layers()
     with PrefixCache(ram="50MB", codec=codec) as cache:
         cache.store(TOKENS, live, model="m", write_back_from=0)
-        assert bits(exact) == bits(live) == bits(fetched(cache))
+        assert bits(exact) == bits(live) == bits(whole_hit(cache, TOKENS))
 
 
 KEPT_SHAPES = {
@@ -92,14 +86,14 @@ def test_other_arrays_stay_as_they_are(shape: tuple[int, ...]) -> None:
     live, exact = [made(), *layers()[1:]], [made()]
     with PrefixCache(ram="50MB", codec="turboquant") as cache:
         cache.store(TOKENS, live, model="m", write_back_from=0)
-        assert bits(exact) == bits(live) == bits(fetched(cache))
+        assert bits(exact) == bits(live) == bits(whole_hit(cache, TOKENS))
 
 
 def test_without_write_back_the_live_state_is_not_changed() -> None:
     exact, live = layers(), layers()
     with PrefixCache(ram="50MB", codec="turboquant") as cache:
         cache.store(TOKENS, live, model="m")
-        assert bits(exact) == bits(live) != bits(fetched(cache))
+        assert bits(exact) == bits(live) != bits(whole_hit(cache, TOKENS))
 
 
 def test_state_in_lists_of_caches_and_without_any_rows_is_coded() -> None:
@@ -107,7 +101,7 @@ def test_state_in_lists_of_caches_and_without_any_rows_is_coded() -> None:
     nested = [CacheList(nested[0], nested[1]), nested[2]]
     with PrefixCache(ram="50MB", codec="turboquant") as cache:
         cache.store(TOKENS, nested, model="m", write_back_from=0)
-        assert bits(nested[0].caches) == bits(fetched(cache)[0].caches) != bits(layers())
+        assert bits(nested[0].caches) == bits(whole_hit(cache, TOKENS)[0].caches) != bits(layers())
         alone = layers()[:1]
         cache.store(TOKENS, alone, model="alone", write_back_from=0)
         made, _ = cache.fetch(TOKENS, model="alone", leave=0)
@@ -131,7 +125,7 @@ def test_the_state_that_stands_goes_into_a_live_cache_that_computed_it_otherwise
         cache.store(TOKENS, first := layers(0), model="m", write_back_from=0)
         stored = cache.store(TOKENS, again := layers(1), model="m", write_back_from=0)
         assert (stored.new_tokens, stored.new_bytes) == (0, 0)
-        assert bits(first) == bits(again) == bits(fetched(cache))
+        assert bits(first) == bits(again) == bits(whole_hit(cache, TOKENS))
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -148,7 +142,7 @@ def test_state_that_the_ssd_alone_has_is_coded_again(tmp_path: Path, seed: int) 
         assert cache.match(prompt) == (256 if seed == 0 else 0, 256)
         assert bool(cache.keep_hot(prompt, again)) is (seed == 0)
         assert cache.promote(prompt).result(30) == 256
-        assert bits(fetched(cache, tokens)) == bits(first)
+        assert bits(whole_hit(cache, tokens)) == bits(first)
         cache.check_integrity()
 
 
@@ -162,7 +156,7 @@ def test_what_is_hot_has_the_state_that_is_stored(tokens: int, write_back: bool)
         assert bool(cache.keep_hot(prompt, live)) == write_back
         made = cache.lookup(asked, model="m")
         assert made is not None
-        assert bits(fetched(cache, asked)) == bits(made.dequantize())
+        assert bits(whole_hit(cache, asked)) == bits(made.dequantize())
 
 
 def test_snapshots_that_are_stored_as_they_are_are_read() -> None:
@@ -187,7 +181,7 @@ def test_a_hundred_hits_stored_again_change_no_bit() -> None:
         cache.store(TOKENS, live := layers(), model="m", write_back_from=0)
         first = bits(live)
         for _ in range(100):
-            live = fetched(cache)
+            live = whole_hit(cache, TOKENS)
             cache.store(TOKENS, live, model="m", write_back_from=0)
             assert bits(live) == first
 
@@ -200,7 +194,7 @@ def test_errors_of_states_made_of_hits_do_not_pile_up(decay: float) -> None:
         live, exact = layers(), layers()[0][1]
         for turn in range(100):
             cache.store(tokens, live, model="m", write_back_from=0)
-            live = fetched(cache, tokens)
+            live = whole_hit(cache, tokens)
             errors.append(error(live[0][1], exact))
             new = mx.array(rng.standard_normal((1, HEADS, ROWS, WIDTH)).astype(np.float32)) * (1 - decay**2) ** 0.5
             live[0][1], exact = decay * live[0][1] + new, decay * exact + new

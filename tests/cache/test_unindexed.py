@@ -29,7 +29,6 @@ def unindexed(cache: PrefixCache) -> int:
 
 
 def kept(root: Path) -> list[int]:
-    """The prompts that are there after a restart."""
     with open_on(root) as cache:
         cache.check_integrity()
         return [number for number in PROMPTS if cache.match(tokens(number), model="m").ssd]

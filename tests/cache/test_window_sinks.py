@@ -31,7 +31,6 @@ def rows_of(tokens, layer):
 
 
 def cache_of(tokens, size=512, keep=0, chunk=256):
-    """A layer that keeps every token and a sliding one."""
     whole, ring = KVCache(), RotatingKVCache(size, keep)
     for layer, own in enumerate((whole, ring)):
         keys, values = rows_of(tokens, layer)

@@ -17,7 +17,7 @@ from prefixcache import PrefixCache, TurboQuant
 from prefixcache.keys import BLOCK, TOKEN_BYTES
 from prefixcache.live.turboquant import TurboQuantKVCache
 from tests.inside import inside, layer_of
-from tests.models.states import held
+from tests.models.states import held, whole_hit
 
 HEADS, WIDTH, SINKS = 2, 64, 4
 PARTS = ("keys", "values")
@@ -74,13 +74,6 @@ def changed(before: list[dict[str, dict[int, bytes]]], layers: list[Any]) -> lis
     return sets
 
 
-def fetched(cache: PrefixCache, tokens: list[int]) -> list[Any]:
-    made, rest = cache.fetch(tokens, model="m", leave=0)
-    assert made is not None
-    assert rest == []
-    return made
-
-
 @pytest.mark.parametrize("codec", ["turboquant", "turboquant:3", "turboquant:4:2:plain"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("here", [True, False])
@@ -95,8 +88,8 @@ def test_rows_of_whole_blocks_become_what_a_fetch_gives(
         cache.store(tokens, live, model="m", write_back_from=0)
         assert changed(before, live) == [set(range(SINKS, 512))] * 2
         assert [layer.offset for layer in live] == [700, 700]
-        assert alike(live, fetched(cache, tokens))
-        assert alike(live, fetched(cache, tokens[:300]))
+        assert alike(live, whole_hit(cache, tokens))
+        assert alike(live, whole_hit(cache, tokens[:300]))
 
 
 @pytest.mark.parametrize("window", [None, *sorted(WINDOWS)])
@@ -113,7 +106,7 @@ def test_images_are_the_same_with_and_without_and_however_rows_are_encoded(
             with PrefixCache(ram="80MB", codec="turboquant:4:3") as cache:
                 cache.store(list(range(5000)), live, model="m", write_back_from=0 if write_back else None)
                 made.append(images(cache))
-                back = fetched(cache, list(range(5000)))
+                back = whole_hit(cache, list(range(5000)))
                 assert not write_back or alike(live, back)
     assert all(one == made[0] for one in made[1:])
 
@@ -156,7 +149,7 @@ def test_windows_too(window: str, total: int, here: bool, monkeypatch: pytest.Mo
         full, windowed = changed(before, live)
         assert full == set(range(SINKS, whole))
         assert windowed == {token for token in before[1]["keys"] if SINKS <= token < whole}
-        assert alike(live, fetched(cache, tokens))
+        assert alike(live, whole_hit(cache, tokens))
         cache.check_integrity()
 
 
@@ -170,7 +163,7 @@ def test_a_prefill_in_chunks_of_whole_blocks_goes_on_from_what_is_stored(window:
             extend(live, rows, at, end)
             tokens = list(range(end))
             cache.store(tokens, live, model="m", write_back_from=at)
-            assert alike(live, fetched(cache, tokens))
+            assert alike(live, whole_hit(cache, tokens))
             cache.check_integrity()
 
 
@@ -200,7 +193,7 @@ def test_blocks_that_stood_already_are_decoded_into_the_live_cache(stood: int) -
         before = held(live)
         cache.store(tokens, live, model="m", write_back_from=0)
         assert changed(before, live) == [set(range(512))] * 2
-        back = fetched(cache, tokens)
+        back = whole_hit(cache, tokens)
         of_live, of_back = held(live), held(back)
         for part in PARTS:
             mine = [{t: bits for t, bits in own[0][part].items() if t < 512} for own in (of_live, of_back)]
@@ -284,7 +277,7 @@ def test_a_second_store_changes_nothing_and_stores_nothing() -> None:
             stored = cache.store(tokens, live, model="m", write_back_from=0)
             assert (stored.new_tokens, stored.new_bytes) == (0, 0)
             assert changed(before, live) == [set(), set()]
-            live = fetched(cache, tokens)
+            live = whole_hit(cache, tokens)
             before = held(live)
 
 
@@ -294,7 +287,7 @@ def test_a_lossless_codec_leaves_every_bit() -> None:
     with PrefixCache(ram="50MB", codec="raw") as cache:
         cache.store(tokens, live, model="m", write_back_from=0)
         assert changed(before, live) == [set(), set()]
-        assert alike(live, fetched(cache, tokens))
+        assert alike(live, whole_hit(cache, tokens))
 
 
 def test_layers_that_are_kept_as_they_are_stay_so_beside_coded_ones() -> None:
@@ -305,7 +298,7 @@ def test_layers_that_are_kept_as_they_are_stay_so_beside_coded_ones() -> None:
     with PrefixCache(ram="50MB", codec="turboquant") as cache:
         cache.store(tokens, [*live, latent], model="m", write_back_from=0)
         assert changed(before, [*live, latent]) == [set(range(SINKS, 512))] * 2 + [set()]
-        assert alike([*live, latent], fetched(cache, tokens))
+        assert alike([*live, latent], whole_hit(cache, tokens))
 
 
 def test_recurrent_state_beside_rows_is_not_touched() -> None:
@@ -316,7 +309,7 @@ def test_recurrent_state_beside_rows_is_not_touched() -> None:
     layers = [CacheList(state, live[0]), live[1]]
     with PrefixCache(ram="50MB", codec="turboquant") as cache:
         assert cache.store(tokens, layers, model="m", write_back_from=0).snapshot
-        back = fetched(cache, tokens)
+        back = whole_hit(cache, tokens)
         assert alike(live, [back[0][1], back[1]])
         for own in (state, back[0][0]):
             assert all(np.array_equal(a, np.array(b)) for a, b in zip(bits, own.cache, strict=True))
@@ -355,7 +348,7 @@ def test_what_found_no_room_is_no_worse_than_before() -> None:
     with PrefixCache(ram="200kB", codec="turboquant") as cache:
         stored = cache.store(tokens, live, model="m", write_back_from=0)
         assert 0 < stored.tokens < 3000
-        assert alike(live, fetched(cache, tokens[: stored.tokens]))
+        assert alike(live, whole_hit(cache, tokens[: stored.tokens]))
         assert cache.stats().pinned == 0
 
 
@@ -397,12 +390,12 @@ def test_a_tail_comes_back_as_it_is_and_is_coded_once_from_its_rows(first: int) 
                 at = step
                 cache.store(tokens[:at], live, model="m")
                 if at < BLOCK:
-                    back = fetched(cache, tokens[:at])
+                    back = whole_hit(cache, tokens[:at])
                     assert alike(live, back)
                     live = back
                 cache.check_integrity()
             made.append({key: image for key, image in images(cache).items() if key[0] == "rows"})
-            back = fetched(cache, tokens)
+            back = whole_hit(cache, tokens)
             made.append([{part: dict(own[part]) for part in PARTS} for own in held(back)])
     assert made[0] == made[2]
     assert made[1] == made[3]
@@ -419,8 +412,8 @@ def test_rows_of_a_tail_s_window_that_the_live_cache_has_forgotten_are_coded_wit
         for at, end in ((0, first), (first, total)):
             extend(live, rows, at, end, chunk=1 if end == total else 100)
             cache.store(tokens[:end], live, model="m", write_back_from=0)
-            assert alike(live, fetched(cache, tokens[:end]))
-        early = fetched(cache, tokens[:first])
+            assert alike(live, whole_hit(cache, tokens[:end]))
+        early = whole_hit(cache, tokens[:first])
         keys = np.array(early[1].keys[..., :first, :]).astype(np.float64)[:, :, 1:]
         wanted = np.array(rows[1][0][..., :first, :]).astype(np.float64)[:, :, -keys.shape[2] :]
         assert np.mean((keys - wanted) ** 2) < 0.02
@@ -444,7 +437,7 @@ def test_a_prompt_that_parts_within_a_whole_block_has_a_tail_with_windows(shared
             at = back[0].offset
             extend(back, rows, at, end)
             cache.store(fork[:end], back, model="m", write_back_from=0)
-            assert alike(back, fetched(cache, fork[:end]))
+            assert alike(back, whole_hit(cache, fork[:end]))
             cache.check_integrity()
 
 
@@ -480,7 +473,7 @@ def test_rows_of_a_block_never_change_once_they_are_written(data: st.DataObject)
             assert all(now[key] == image for key, image in written.items() if key[0] == "rows")
             written = now
             if since == 0:
-                assert alike(live, fetched(cache, tokens), end // BLOCK * BLOCK)
+                assert alike(live, whole_hit(cache, tokens), end // BLOCK * BLOCK)
 
 
 @pytest.mark.parametrize("here", [True, False])
@@ -499,7 +492,7 @@ def test_a_branch_whose_twin_has_forgotten_its_window(here: bool, step: int, mon
         for at in range(0, 512, step):
             extend(live, some_rows(768), at, at + step)
         cache.store(second, live, model="m", write_back_from=0)
-        assert alike(live, fetched(cache, second))
+        assert alike(live, whole_hit(cache, second))
 
 
 def test_what_is_kept_as_it_is_of_blocks_that_stood_is_put_back_too() -> None:
@@ -509,7 +502,7 @@ def test_what_is_kept_as_it_is_of_blocks_that_stood_is_put_back_too() -> None:
         for seed in (1, 2):
             live = extend([KVCache(), RotatingKVCache(2000, 6)], some_rows(700, seed), 0, 700)
             cache.store(tokens[:512], live, model="m", write_back_from=0)
-            back = fetched(cache, tokens[:512])
+            back = whole_hit(cache, tokens[:512])
             for own, other in zip(held(live), held(back), strict=True):
                 for part in PARTS:
                     assert {t: b for t, b in own[part].items() if t < 512} == other[part]

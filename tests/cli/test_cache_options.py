@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,6 @@ from typer.testing import CliRunner
 
 from prefixcache import Raw, Settings, TurboQuant
 from prefixcache.cli.serve.cache_options import settings_from, with_settings
-
-
-@pytest.fixture(autouse=True)
-def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in os.environ if name.startswith("PREFIXCACHE_")]:
-        monkeypatch.delenv(name)
 
 
 def given(**flags: Any) -> Settings:

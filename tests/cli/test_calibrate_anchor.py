@@ -31,7 +31,6 @@ SIZE = ("--text", TEXT, "--windows", 1, "--tokens", 320, "--draws", 1, "--basis-
 @pytest.fixture(autouse=True)
 def forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bases, "_loaded", {})
-    monkeypatch.delenv("PREFIXCACHE_BASIS_DIR", raising=False)
 
 
 @pytest.fixture(scope="module")

@@ -34,9 +34,8 @@ SMALL = ("--text", TEXT, *SIZE)
 
 @pytest.fixture(autouse=True)
 def forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each test has bases of its own, and no variable of the user's."""
+    """Each test has bases of its own."""
     monkeypatch.setattr(bases, "_loaded", {})
-    monkeypatch.delenv("PREFIXCACHE_BASIS_DIR", raising=False)
 
 
 @pytest.fixture(scope="module")

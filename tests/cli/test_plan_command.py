@@ -38,10 +38,7 @@ SIZES = {
     "hot",
     "leases",
 }
-CELL = {
-    "cost",
-    "on_front",
-    "bound",
+HITS = {
     "ram",
     "ssd",
     "policy",
@@ -51,11 +48,16 @@ CELL = {
     "hit_rate",
     "ram_hit_rate",
     "hot_hit_rate",
+    "ssd_hit_rate",
+    "hit_tokens",
+}
+CELL = HITS | {
+    "cost",
+    "on_front",
+    "bound",
     "hot_hits",
     "decode_seconds_saved",
-    "ssd_hit_rate",
     "of_possible",
-    "hit_tokens",
     "prefill_seconds_saved",
     "ttft",
     "written_bytes_per_day",
@@ -81,34 +83,20 @@ CELL = {
     "ssd_peak",
 }
 FLEET = {"machines", "remote", "rtt", "rate", "reading_pays", "sessions", "largest_session", "sizes"}
-FLEET_ROW = {
-    "machines",
-    "ram",
-    "ssd",
-    "policy",
-    "ssd_admission",
-    "routing",
-    "remote_admission",
-    "hot",
-    "hot_bytes",
-    "hit_rate",
-    "ram_hit_rate",
-    "hot_hit_rate",
-    "ssd_hit_rate",
-    "remote_hit_rate",
-    "hit_tokens",
-    "requests",
-    "ttft",
-    "sent_per_reused_token",
-    "trips",
-    "sent_images",
-    "sent_bytes",
-    "remote_read_images",
-    "remote_read_bytes",
-    "reused_tokens",
-    "remote_evicted",
-    "remote_peak",
-}
+FLEET_ROW = (
+    HITS
+    | {*plan_facts.REMOTE_COUNTS}
+    | {
+        "machines",
+        "routing",
+        "remote_admission",
+        "remote_hit_rate",
+        "requests",
+        "ttft",
+        "sent_per_reused_token",
+        "trips",
+    }
+)
 
 
 def chats(path: Path, chats: int = 5, turns: int = 4, **more: Any) -> Path:
@@ -455,7 +443,6 @@ def test_the_advice_names_the_mac_that_has_room_for_it(call, tmp_path):
 
 
 def recommended(call, *options: object) -> tuple[dict[str, Any], str]:
-    """The recommendation, and what is shown."""
     shown = " ".join(call("plan", *options).stdout.split())
     return json.loads(call("plan", *options, "--json").stdout)["sizes"]["recommendation"], shown
 

@@ -362,7 +362,6 @@ def test_a_meter_is_full_at_its_limit_and_never_longer():
 
 
 def line_of(process: subprocess.Popen[str], up: bool) -> dict[str, Any]:
-    """The next line that says that the server is there, or not."""
     assert process.stdout is not None
     while line := process.stdout.readline():
         seen = json.loads(line)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -57,13 +56,6 @@ def prompts(tmp_path: Path) -> Callable[..., Path]:
         return tmp_path / name
 
     return write
-
-
-@pytest.fixture(autouse=True)
-def unset(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the environment says of the cache is not for these commands."""
-    for name in [name for name in os.environ if name.startswith("PREFIXCACHE_")]:
-        monkeypatch.delenv(name)
 
 
 def warm(arguments: list[str]) -> None:

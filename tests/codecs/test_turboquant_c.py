@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -17,7 +16,6 @@ from prefixcache.codecs.interchange import Array, element
 from prefixcache.codecs.levels import Levels
 from prefixcache.codecs.packing import words_of
 from prefixcache.codecs.threads import set_threads
-from prefixcache.codecs.threads import threads as most_threads
 from prefixcache.codecs.turboquant import c_rows as turboquant_c
 from prefixcache.codecs.turboquant import numpy_rows as turboquant_numpy
 from prefixcache.codecs.turboquant.format import Form, form_of
@@ -27,13 +25,6 @@ FORM = form_of(128, 4, 0)
 REFUSED = (1, 8, 24, 31, 88, 100, 104, 129, 1032, 2048)
 
 pytestmark = pytest.mark.skipif(not turboquant_c.available(), reason=f"C kernel: {turboquant_c.describe()}")
-
-
-@pytest.fixture(autouse=True)
-def _threads_as_they_were() -> Iterator[None]:
-    before = most_threads()
-    yield
-    set_threads(before)
 
 
 def encode(rows: Array, dtype: str, form: Form, levels: Levels | None, codes: Array, scales: Array) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import attention_oracle
@@ -16,7 +15,6 @@ from roundtrip import BITS, FLOATS
 from prefixcache.codecs.interchange import Array
 from prefixcache.codecs.packing import words_of
 from prefixcache.codecs.threads import set_threads
-from prefixcache.codecs.threads import threads as most_threads
 from prefixcache.codecs.turboquant import c_attention as turboquant_c_attention
 from prefixcache.codecs.turboquant import c_rows as turboquant_c
 from prefixcache.codecs.turboquant.c_attention import attend
@@ -31,13 +29,6 @@ pytestmark = pytest.mark.skipif(
     not turboquant_c_attention.available(), reason=f"C kernel with attention: {turboquant_c.describe()}"
 )
 every_path = pytest.mark.parametrize("path", turboquant_c.paths())
-
-
-@pytest.fixture(autouse=True)
-def _threads_as_they_were() -> Iterator[None]:
-    before = most_threads()
-    yield
-    set_threads(before)
 
 
 def scales_of(values: Array) -> Array:

@@ -12,6 +12,7 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache
 from prefixcache import PrefixCache, TurboQuant
 from prefixcache.codecs.turboquant.measure_levels import measure_levels
 from tests.inside import inside
+from tests.models.states import whole_hit
 
 HEADS, WIDTH = 2, 64
 
@@ -47,7 +48,6 @@ def error(live: list[object], back: list[object], tokens: int, parts: tuple[str,
 
 
 def rows_tensors(cache: PrefixCache, tokens: list[int]) -> list[dict[str, np.ndarray]]:
-    """Of each block's rows image."""
     entry = cache.lookup(tokens, model="m")
     assert entry is not None
     return [block.tensors for block in entry.blocks]
@@ -77,13 +77,6 @@ def other(tokens: int, seed: int) -> list[object]:
     return layers
 
 
-def fetched(cache: PrefixCache, tokens: list[int]) -> list[object]:
-    made, rest = cache.fetch(tokens, model="m", leave=0)
-    assert made is not None
-    assert rest == []
-    return made
-
-
 @pytest.mark.parametrize("bits", [3, 4])
 def test_levels_take_what_all_rows_have_in_common_out_of_the_error(bits: int) -> None:
     tokens, live = list(range(700)), skewed(700)
@@ -92,7 +85,7 @@ def test_levels_take_what_all_rows_have_in_common_out_of_the_error(bits: int) ->
         with PrefixCache(ram="50MB", codec=TurboQuant(bits, bits, levelling=levelling)) as cache:
             cache.store(tokens, live, model="m")
             cache.check_integrity()
-            errors[levelling] = error(live, fetched(cache, tokens), 700, ("keys",))
+            errors[levelling] = error(live, whole_hit(cache, tokens), 700, ("keys",))
     assert errors[True] < errors[False] / 50
 
 
@@ -101,7 +94,7 @@ def test_a_block_far_from_the_first_prompt_s_kind_is_as_good_as_the_first() -> N
     with PrefixCache(ram="50MB", codec=TurboQuant()) as cache:
         cache.store(first, skewed(512), model="m")
         cache.store(second, other(512, 3), model="m")
-        mine = fetched(cache, second)
+        mine = whole_hit(cache, second)
         codes = apart(rows_tensors(cache, second)[1])
     with PrefixCache(ram="50MB", codec=TurboQuant()) as alone:
         alone.store(second, other(512, 3), model="m")
@@ -151,7 +144,7 @@ def test_an_image_of_a_block_has_its_levels_and_one_of_a_tail_has_its_rows() -> 
         assert all(whole[group.steps].max() > 16 for group in (keys, values))
         assert set(tail) == {"t0.rows", "tokens"}
         assert tail["t0.rows"].dtype == np.float16
-        for a, b in zip(live, fetched(cache, tokens), strict=True):
+        for a, b in zip(live, whole_hit(cache, tokens), strict=True):
             assert mx.array_equal(a.keys[..., 256:300, :], b.keys[..., 256:300, :])
             assert mx.array_equal(a.values[..., 256:300, :], b.values[..., 256:300, :])
 
@@ -168,7 +161,7 @@ def test_levels_are_those_of_the_block_s_rows_but_for_the_sinks() -> None:
             mean, steps = measure_levels(keys.swapaxes(0, 1).astype(np.float32), True).packed()
             assert np.array_equal(tensors["r0.mean"], mean)
             assert np.array_equal(tensors["r0.root"], steps)
-        back = fetched(cache, tokens)
+        back = whole_hit(cache, tokens)
         assert all(mx.array_equal(a.keys[..., :4, :], b.keys[..., :4, :]) for a, b in zip(live, back, strict=True))
 
 
@@ -215,10 +208,10 @@ def test_levels_are_the_same_after_a_restart(tmp_path: Path) -> None:
     settings = {"ram": "50MB", "ssd_dir": tmp_path / "ssd", "ssd": "1GB", "codec": TurboQuant()}
     with PrefixCache(**settings) as cache:
         cache.store(tokens, live, model="m")
-        before = fetched(cache, tokens)
+        before = whole_hit(cache, tokens)
     with PrefixCache(**settings) as cache:
         assert cache.promote(tokens, model="m").result(20) == 700
-        after = fetched(cache, tokens)
+        after = whole_hit(cache, tokens)
         for a, b in zip(before, after, strict=True):
             assert mx.array_equal(a.keys, b.keys)
             assert mx.array_equal(a.values, b.values)
@@ -235,7 +228,7 @@ def test_rows_that_two_prompts_share_within_a_block_keep_their_codes() -> None:
         one, two = (rows_tensors(cache, tokens)[1] for tokens in (list(range(600)), fork))
         assert all(np.array_equal(one[name][:144], two[name][:144]) for name in ("r0.codes", "r0.scale", "r1.codes"))
         assert all(np.array_equal(one[name], two[name]) for name in ("r0.mean", "r0.root", "r1.root"))
-        assert error(live, fetched(cache, fork), 600) < 0.02
+        assert error(live, whole_hit(cache, fork), 600) < 0.02
         cache.check_integrity()
 
 
@@ -245,7 +238,7 @@ def test_windows_have_levels_of_their_own() -> None:
     for levelling in (True, False):
         with PrefixCache(ram="50MB", codec=TurboQuant(levelling=levelling)) as cache:
             cache.store(tokens, live, model="m")
-            back = fetched(cache, tokens)
+            back = whole_hit(cache, tokens)
             for a, b in zip(live, back, strict=True):
                 assert mx.array_equal(a.keys[..., :4, :], b.keys[..., :4, :])
                 assert mx.array_equal(a.keys[..., -132:, :], b.keys[..., -132:, :])  # the tail's
@@ -262,7 +255,7 @@ def test_the_first_tokens_stay_as_they_are_when_sinks_are_asked_for() -> None:
         cache.store(tokens[:3], [_cut(layer, 3) for layer in live], model="m")
         cache.store(tokens, live, model="m")
         for depth in (2, 5, 300, 600):
-            back = fetched(cache, tokens[:depth])
+            back = whole_hit(cache, tokens[:depth])
             for a, b in zip(live, back, strict=True):
                 same = np.array(a.keys[..., :depth, :]) == np.array(b.keys[..., :depth, :])
                 assert same[..., :5, :].all()
@@ -277,7 +270,7 @@ def test_layers_at_the_ends_stay_as_they_are_when_asked_for() -> None:
     live, tokens = [*skewed(300), *skewed(300, 1)], list(range(300))
     with PrefixCache(ram="50MB", codec=TurboQuant(fp16_layers=1)) as cache:
         assert cache.store(tokens, live, model="m").raw_layers == (0, 3)
-        back = fetched(cache, tokens)
+        back = whole_hit(cache, tokens)
         same = [
             np.array_equal(np.array(a.keys[..., :300, :]), np.array(b.keys[..., :300, :]))
             for a, b in zip(live, back, strict=True)
@@ -290,9 +283,9 @@ def test_five_turns_of_store_and_fetch_leave_the_codes_as_they_were() -> None:
     with PrefixCache(ram="50MB", codec=TurboQuant(3, 3)) as cache:
         cache.store(tokens, live, model="m")
         codes = [bytes(slot.image.data) for slot in inside(cache).storage.graph.orders[0]]
-        first = fetched(cache, tokens)
+        first = whole_hit(cache, tokens)
         for turn in range(5):
-            back = fetched(cache, tokens)
+            back = whole_hit(cache, tokens)
             assert all(np.array_equal(np.array(a.keys), np.array(b.keys)) for a, b in zip(first, back, strict=True))
             stored = cache.store(tokens, back, model="m")
             assert (stored.new_tokens, stored.new_bytes) == (0, 0), turn

@@ -106,18 +106,10 @@ def alone(model: nn.Module, make_cache: MakeCache, result: Result) -> tuple[list
     return logprobs[:-1], cache
 
 
-def check_as_alone(model: nn.Module, make_cache: MakeCache, result: Result, near: float = 1e-3) -> list[Any]:
-    """AssertionError unless every step's logprobs are the request's own; returns its cache of a run alone.
-
-    A token may be another one than alone only where the two are nearer than twice `near`.
-    """
-    logprobs, cache = alone(model, make_cache, result)
-    check_logprobs(result, logprobs, near)
-    return cache
-
-
 def check_logprobs(result: Result, logprobs: list[mx.array], near: float = 1e-3) -> None:
-    """`check_as_alone`, where the run alone has been made."""
+    """AssertionError unless each step's logprobs are those of the run alone. A token may be another one only where
+    the two are nearer than twice `near`.
+    """
     for own, got, token in zip(logprobs, result.logprobs, result.tokens, strict=True):
         assert mx.max(mx.abs(own - got)).item() <= near
         assert (mx.max(own) - own[token]).item() <= 2 * near

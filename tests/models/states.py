@@ -284,6 +284,14 @@ def got(cache: PrefixCache, tokens: Sequence[int], **more: Any) -> int:
     return depth
 
 
+def whole_hit(cache: PrefixCache, tokens: Sequence[int]) -> list[Any]:
+    """What a fetch gives that leaves nothing to compute."""
+    made, rest = cache.fetch(tokens, model="m", leave=0)
+    assert made is not None
+    assert list(rest) == []
+    return made
+
+
 def fetched(cache: PrefixCache, seed: int, count: int = 600) -> int:
     """How deep RAM has this prompt; checked."""
     return got(cache, prompt(seed, count), leave=0)

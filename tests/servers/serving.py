@@ -43,6 +43,15 @@ Message = dict[str, Any]
 
 # -- models -----------------------------------------------------------------------------------------------------------
 
+# As many models' templates: tools in front, and calls as the parser "json_tools" reads them.
+TEMPLATE = (
+    "{{ bos_token }}{% if tools %}<|system|>\nTools: {{ tools | tojson }}<|end|>\n{% endif %}"
+    "{% for m in messages %}{{ '<|' + m.role + '|>\n' + (m.content or '') }}"
+    "{% for call in m.tool_calls or [] %}{% set tool_call = call.function %}"
+    "<tool_call>{{ {'name': tool_call.name, 'arguments': tool_call.arguments} | tojson }}</tool_call>{% endfor %}"
+    "<|end|>\n{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+
 
 def save_model(folder: Path, family: str = "llama", seed: int = 0, template: str = "", **fields: Any) -> Path:
     """A folder that mlx-lm loads: random float32 weights, tiny-llama's tokenizer, its chat template or this one."""

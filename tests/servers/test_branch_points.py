@@ -12,8 +12,18 @@ import pytest
 from mlx_lm.utils import load_tokenizer
 
 from prefixcache.keys import BLOCK, as_tokens, common_prefix
-from tests.servers.serving import Message, Server, ask, at_once, save_model, serving, serving_plainly, text, user
-from tests.servers.test_serve_answers import TEMPLATE
+from tests.servers.serving import (
+    TEMPLATE,
+    Message,
+    Server,
+    ask,
+    at_once,
+    save_model,
+    serving,
+    serving_plainly,
+    text,
+    user,
+)
 
 SHARED = text(700, "agent")
 DIRECTORIES = ("alpha", "beta", "gamma", "delta", "epsilon")

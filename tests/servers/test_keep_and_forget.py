@@ -12,9 +12,8 @@ from prefixcache.servers.apis.messages import Messages
 from prefixcache.servers.apis.responses import Responses
 from prefixcache.servers.keeping import Keeping
 from prefixcache.servers.request_schema import ChatRequest, RequestRefused, checked
-from tests.servers.serving import Server, ask, complete, post, save_model, serving, text, user
+from tests.servers.serving import TEMPLATE, Server, ask, complete, post, save_model, serving, text, user
 from tests.servers.test_admin import admin, command, done
-from tests.servers.test_serve_answers import TEMPLATE
 
 MARK = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
 SHORT = {"cache_control": {"type": "ephemeral"}}

@@ -12,8 +12,7 @@ from mlx_lm.utils import load_tokenizer
 
 from prefixcache.keys import BLOCK, as_tokens, common_prefix
 from prefixcache.servers.mlx_lm.leading_parts import REMEMBERED, LeadingEnds, LeadingParts, segments_at, system_end
-from tests.servers.serving import TINY, Message, text
-from tests.servers.test_serve_answers import TEMPLATE
+from tests.servers.serving import TEMPLATE, TINY, Message, text
 
 LAST = TEMPLATE.replace("{% if tools %}", "{% if false %}").replace(
     "{% if add_gen", "{{ tools | tojson }}{% if add_gen"

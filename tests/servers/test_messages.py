@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from tests.servers.serving import (
     SECONDS,
     Endpoint,
     Server,
-    save_parrot,
     serve,
     serving,
     starting,
@@ -23,7 +21,6 @@ from tests.servers.serving import (
     user,
     wait_for,
 )
-from tests.servers.test_serve_answers import TEMPLATE
 
 MODEL = "default_model"
 
@@ -85,18 +82,7 @@ def test_clients_that_look_whether_the_server_is_there_find_it(served: Server):
 
 # -- tools, thoughts, stops -------------------------------------------------------------------------------------------
 
-CALL = ["<tool_call>", '{"name": "count", "arguments": {"to": 3}}', "</tool_call>"]
 TOOLS = [{"name": "count", "description": "Counts.", "input_schema": {"type": "object", "properties": {}}}]
-
-
-@pytest.fixture(scope="module")
-def agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A model that thinks, says something and calls a tool, whatever it is asked."""
-    where = tmp_path_factory.mktemp("agent")
-    says = ["<think>", "Hm, ", "three.", "</think>", "\n\n", "Let me ", "count.", *CALL]
-    model = save_parrot(where / "model", says, template=TEMPLATE)
-    with serving(where / "log", "--model", model) as server:
-        yield server
 
 
 def test_an_agent_thinks_and_calls_tools_and_its_turn_is_hit(agent: Server):

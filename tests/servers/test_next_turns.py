@@ -202,7 +202,6 @@ class Chats:
         return len(tokens_of(self.generator.model_provider.tokenizer, chat))
 
     def right(self, asked: Asked) -> list[int]:
-        """The answer of the model alone."""
         model = self.generator.model_provider.model
         prompt = list(asked.context.prompt)
         with self.generator.idle.held():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +10,9 @@ import pytest
 import requests
 from openai.types.responses import Response
 
-from tests.servers.serving import SECONDS, Endpoint, Server, ask, save_parrot, serving, text, user, wait_for
-from tests.servers.test_serve_answers import TEMPLATE
+from tests.servers.serving import SECONDS, Endpoint, Server, ask, serving, text, user, wait_for
 
 MODEL = "default_model"
-CALL = ["<tool_call>", '{"name": "count", "arguments": {"to": 3}}', "</tool_call>"]
 TOOLS = [{"type": "function", "name": "count", "parameters": {"type": "object", "properties": {}}, "strict": False}]
 
 
@@ -63,16 +60,6 @@ def test_errors_are_openais(served: Server):
     image = {"type": "input_image", "image_url": "data:image/png;base64,AA", "detail": "auto"}
     with pytest.raises(openai.BadRequestError, match="the model reads text only"):
         create(served, [{"role": "user", "content": [image]}])
-
-
-@pytest.fixture(scope="module")
-def agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A model that thinks, says something and calls a tool, whatever it is asked."""
-    where = tmp_path_factory.mktemp("agent")
-    says = ["<think>", "Hm, ", "three.", "</think>", "\n\n", "Let me ", "count.", *CALL]
-    model = save_parrot(where / "model", says, template=TEMPLATE)
-    with serving(where / "log", "--model", model) as server:
-        yield server
 
 
 def test_an_agent_thinks_and_calls_tools_and_its_turn_is_hit(agent: Server):

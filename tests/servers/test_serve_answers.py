@@ -13,6 +13,7 @@ import pytest
 
 from tests.models.families import MLX_LM_0_31
 from tests.servers.serving import (
+    TEMPLATE,
     Answer,
     Message,
     Server,
@@ -34,14 +35,6 @@ USERS = 3
 TURNS = 4
 DENSE = pytest.mark.parametrize("pair", ["llama"], indirect=True)
 
-# As many models' templates: tools in front, and calls as the parser "json_tools" reads them.
-TEMPLATE = (
-    "{{ bos_token }}{% if tools %}<|system|>\nTools: {{ tools | tojson }}<|end|>\n{% endif %}"
-    "{% for m in messages %}{{ '<|' + m.role + '|>\n' + (m.content or '') }}"
-    "{% for call in m.tool_calls or [] %}{% set tool_call = call.function %}"
-    "<tool_call>{{ {'name': tool_call.name, 'arguments': tool_call.arguments} | tojson }}</tool_call>{% endfor %}"
-    "<|end|>\n{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
-)
 TOOLS = [
     {
         "type": "function",

@@ -43,12 +43,10 @@ def basis(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def unset(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("PREFIXCACHE_BASIS_DIR", raising=False)
     monkeypatch.setattr(bases, "_loaded", {})
 
 
 def model_line(server: Server) -> str:
-    """What the log says at the start of the model."""
     (line,) = [line for line in server.said().splitlines() if " - model " in line]
     return line
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 from coded import falling, first_of, laplacian, some_rows, tables_of, values_of
@@ -11,18 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefixcache.codecs import c_library
-from prefixcache.codecs.threads import set_threads, threads
+from prefixcache.codecs.threads import set_threads
 from prefixcache.codecs.transform import backends, c_entropy, entropy
 from prefixcache.codecs.transform.tables import Tables, class_of, quantised
 
 needs_c = pytest.mark.skipif(not c_entropy.available(), reason=f"C kernel: {c_entropy.describe()}")
-
-
-@pytest.fixture(autouse=True)
-def _threads_as_they_were() -> Iterator[None]:
-    before = threads()
-    yield
-    set_threads(before)
 
 
 def numpy_encode(values: np.ndarray, classes: np.ndarray, tables: Tables) -> tuple[np.ndarray, ...]:

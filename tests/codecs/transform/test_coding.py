@@ -43,7 +43,6 @@ def part(streams: list[np.ndarray], rows: slice) -> list[np.ndarray]:
 
 
 def cut(coder: GroupCoder, codes: Codes, start: int, end: int) -> Codes:
-    """The codes of rows `start` to `end`."""
     ends = np.append(0, np.cumsum(coder.row_words(codes.heads)))
     return codes._replace(heads=codes.heads[start:end], words=codes.words[ends[start] : ends[end]])
 
