@@ -173,7 +173,6 @@ class Pool:
                 self._lock.release()
 
     def _allowed(self) -> int:
-        """Return the bytes that may be kept."""
         limit = taken = 0
         for budget in self._budgets:
             now = budget.for_images()

@@ -680,7 +680,6 @@ REMEDY = re.compile(r"(copy or download it again|download it first|give (one|the
 
 
 def refused(kind, text, *args):
-    """The one line in which these paths are refused."""
     with pytest.raises(kind) as caught:
         model_identity(*args)
     said = str(caught.value)

@@ -225,7 +225,6 @@ class Adaptive:
         return self._asked_again.pop(slot)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError when an invariant of the order does not hold."""
         for queue in self._queues:
             queue.check_integrity()
         demoted, once, again = map(set, self._queues)

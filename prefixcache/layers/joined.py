@@ -290,7 +290,6 @@ def decoded(joined: Joined, start: int, codes: Codes) -> list[np.ndarray]:
 
 
 def codes_of(joined: Joined, tensors: Tensors, rows: slice) -> Codes:
-    """Return the codes of these rows in an image's tensors."""
     heads, words, offsets, offset_steps = (tensors[name] for name in joined.names)
     first = joined.coder.words_of(heads[: rows.start])
     heads = heads[rows]

@@ -20,7 +20,6 @@ def packed(group: Group, tensors: Tensors, heads: slice) -> PackedLevels | None:
 
 
 def write(group: Group, tensors: Tensors, packed: PackedLevels) -> None:
-    """Write the levels of all of a group's heads."""
     if group.mean:
         tensors[group.mean][...] = packed.mean
     tensors[group.steps][...] = packed.steps

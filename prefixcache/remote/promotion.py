@@ -150,7 +150,6 @@ class RemotePromotion:
         return not (self._gap.windows or self._gap.snapshots) or nbytes <= limit - held.nodes - held.reserved
 
     def _is_quicker(self, boundary: int, nbytes: int) -> bool:
-        """Tell whether reading is quicker than computing."""
         pace = self._pace
         seconds = time.monotonic() - pace.began + self._client.speed.expected(nbytes)
         return pace.prefill_rate is None or seconds < pace.gain(boundary - self._gap.boundary)

@@ -95,7 +95,6 @@ class RemoteTier:
             self._offer(slot)
 
     def offer_written(self, slot: Slot) -> None:
-        """Offer an image that is durable in the tier below RAM."""
         if self._admission == "always" or slot.remote_at == TO_BE_SENT:
             self._offer(slot)
 
@@ -295,7 +294,6 @@ class RemoteTier:
     # -- the tier itself ----------------------------------------------------------------------------------------------
 
     def refuse(self, slot: Slot) -> None:
-        """Refuse what landed here and can't be decoded: it is not read again for a while."""
         if slot.remote_at > 0 and slot.node.tree is not None:
             self._client.refuse(name_of(self._client.seal, slot), "it can't be decoded")
 

@@ -74,7 +74,6 @@ class ColdRequests(Collector):
             self._finding.release()
 
     def collect(self) -> Iterator[Metric]:
-        """Give the metrics, as they are now."""
         with self._lock:
             counts, last = dict(self._counts), self._last
         text = "Requests that hit less of their prompt than cold_below, by the part in which they parted, and why."

@@ -163,7 +163,6 @@ class Index:
         return int(self._connection.execute("PRAGMA page_count").fetchone()[0]) * PAGE
 
     def find(self, addresses: Iterable[Address]) -> dict[Address, Row]:
-        """Return what is known of those that are indexed."""
         rows = {}
         for kind, key in addresses:
             row = self._connection.execute(

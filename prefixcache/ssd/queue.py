@@ -124,13 +124,11 @@ class Queue:
 
     @property
     def is_new(self) -> bool:
-        """Tell whether nothing was ever queued."""
         with self._lock:
             return not self._sequence
 
     @property
     def waiting(self) -> bool:
-        """Tell whether writes wait for their turn."""
         with self._lock:
             return bool(self._waiting)
 

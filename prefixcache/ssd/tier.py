@@ -110,7 +110,6 @@ class Ssd:
             connection.close()
 
     def entries(self) -> Iterator[Entry]:
-        """Return every image, parents before children."""
         entries, self._opened.entries = self._opened.entries, None
         if entries is None or not self._queue.is_new:
             connection = connect(self._opened.directory.index)
@@ -155,7 +154,6 @@ class Ssd:
         self._queue.resize(queue_bytes)
 
     def has_room(self, nbytes: int) -> bool:
-        """Tell whether the queue would take a write of so many bytes now."""
         return self._queue.has_room(nbytes)
 
     def footprint(self, nbytes: int) -> int:

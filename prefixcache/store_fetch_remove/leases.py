@@ -114,7 +114,6 @@ class Leases:
             ]
 
     def totals(self) -> LeaseTotals:
-        """Return how many there are, and the bytes that they keep."""
         with self._storage.lock:
             self._end_over()
             return LeaseTotals(len(self._leases), self._nbytes.total())

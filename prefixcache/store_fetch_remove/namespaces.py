@@ -111,17 +111,12 @@ class Namespaces:
             return self._planned(storage.namespaces[root], of_model)
 
     def stated(self, model: str) -> tuple[str, str]:
-        """What of a namespace follows from its model: the model, and what codes its rows, as JSON."""
         return model, self._codecs_of(model)[0].text
 
     def layouts_of(self, model: str) -> Sequence[str]:
-        """The layouts (JSON) that the model's caches have had here, under any salt."""
         return tuple(self._layouts.get(model, ()))
 
     def learn(self, model: str, layout: str, salt: bytes) -> None:
-        """A layout (JSON) that another machine has stored this model's caches with. ValueError for one that can't be made
-        here.
-        """
         try:
             told = json.loads(layout)
             if canonical(told) != layout:

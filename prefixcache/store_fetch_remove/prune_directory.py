@@ -136,7 +136,6 @@ class _Images:
         return eviction_order(self._graph, _TIER, self._graph.orders[_TIER])
 
     def namespace(self, slot: Slot) -> bytes:
-        """Return the root key of a slot's namespace."""
         assert slot.node.tree is not None
         root = slot.node.tree.root.key
         return self._namespaces.get(root, root)

@@ -182,8 +182,6 @@ def file_of(root: Path, row: int) -> Path:
 
 
 class Parts(NamedTuple):
-    """What an image is made of."""
-
     meta: HeaderFields
     specs: list[Spec]
     tensors: dict[str, np.ndarray]

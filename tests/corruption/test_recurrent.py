@@ -41,7 +41,6 @@ def coded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def root(coded: Path, tmp_path: Path) -> Path:
-    """A copy to damage."""
     return copy(coded, tmp_path / "copy")
 
 

@@ -51,7 +51,6 @@ def stored(folder: Path, model: Tiny, tokens: list[int]) -> Path:
 
 @pytest.fixture
 def root(transformed: Path, tmp_path: Path) -> Path:
-    """A copy to damage."""
     return copy(transformed, tmp_path / "copy") / "ssd"
 
 

@@ -108,7 +108,6 @@ def uncached(model: Any, prompt: Tokens, n: int, stop: Sequence[int] = ()) -> To
 
 
 def some(n: int, seed: int) -> Tokens:
-    """Tokens of the families' vocabulary."""
     return random.Random(seed).choices(range(128), k=n)
 
 

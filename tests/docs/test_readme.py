@@ -40,7 +40,6 @@ def fence(language: str) -> str:
 
 
 def lines(program: str) -> list[list[str]]:
-    """The words of each console line that begins with `program`."""
     return [words for line in LINES if (words := shlex.split(line))[0] == program]
 
 

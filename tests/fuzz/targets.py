@@ -76,7 +76,6 @@ def sound_image(kind: str = "rows", count: int = 3) -> bytes:
 
 @cache
 def sound_directory() -> Path:
-    """Three images in a closed directory."""
     from tests.ssd.images import Opened
     from tests.ssd.images import chain as chained
 
@@ -196,7 +195,6 @@ def lock(data: bytes) -> None:
 
 
 def ranges(data: bytes) -> None:
-    """The ranges of a window, as the index has them."""
     try:
         masks = mask_from(data.decode("utf-8", "replace"))
     except ValueError:

@@ -52,7 +52,6 @@ def values_of(classes, rows, seed=0):
 
 
 def packed(values, classes, tables, skipped=(), lengths=None, limit=1e9):
-    """Of one group."""
     rows, several = len(values), Classes.of([classes])
     skips = np.zeros(rows, np.uint32)
     skips[list(skipped)] = 1

@@ -55,7 +55,6 @@ def agent(tmp_path: Path) -> ScriptedAgent:
 
 
 def run(codex: Path, server: Server, home: Path, *command: str) -> Turn:
-    """One turn, in a folder that has notes.txt."""
     folder = work_folder(home)
     (home / ".codex").mkdir(exist_ok=True)
     (home / ".codex" / "config.toml").write_text(CONFIG.format(url=server.url))

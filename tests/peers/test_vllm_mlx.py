@@ -39,7 +39,6 @@ FIRST = {
 
 @pytest.fixture
 def ours(opened):
-    """One of ours, for a model called "m"."""
     return make(opened())
 
 

@@ -46,7 +46,6 @@ class VllmMlx(Server):
         return said
 
     def answers(self, chats: Sequence[Chat]) -> list[str]:
-        """What chats are answered that are asked at once."""
         with ThreadPoolExecutor(len(chats)) as pool:
             return list(pool.map(self.answer, chats))
 

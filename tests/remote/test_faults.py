@@ -208,7 +208,6 @@ def test_of_ten_thousand_harmed_images_none_is_believed(machine, monkeypatch, tm
         return images if made is None else made
 
     def all_prompts(cache: PrefixCache) -> dict[str, dict[str, bytes]]:
-        """The images of each prompt, by name."""
         images: dict[Any, dict[str, bytes]] = {}
         for kind, make in KINDS.items():
             for seed in range(20):

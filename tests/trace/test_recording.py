@@ -339,7 +339,6 @@ def test_lines_wait_for_a_second_or_a_megabyte_of_tokens(path, monkeypatch):
 
 @pytest.fixture
 def stuck_disk(path, monkeypatch):
-    """Writes wait for the event."""
     recorded(path)  # its secret is there
     real, go_on = os.write, threading.Event()
 

@@ -72,7 +72,6 @@ class Question(NamedTuple):
 
     @property
     def media(self) -> dict[str, list[Any] | None]:
-        """What the server is given beside the text."""
         return {
             "images": [picture(part) for part in self.parts if isinstance(part, int)] or None,
             "videos": [part.pixels() for part in self.parts if isinstance(part, Video)] or None,
@@ -105,7 +104,6 @@ def ask(generator: Any, question: Question, **options: Any) -> Answer:
 
 @contextmanager
 def generating(folder: Path, prefix_cache: PrefixCache | None = None, **options: Any) -> Iterator[Any]:
-    """The thread that generates with this model, with a cache or without."""
     if prefix_cache is None:
         generator = generation.ResponseGenerator(str(folder), **options)
         generator.wait_until_ready()

@@ -122,7 +122,6 @@ def notes(facts: Facts) -> list[str]:
 
 
 def screen(facts: Facts) -> list[Table | Text]:
-    """Return what is printed, from top to bottom."""
     return [*map(table, grids(facts)), *(foreign(line, "dim") for line in notes(facts))]
 
 

@@ -100,7 +100,6 @@ class RequestOptions:
     ] = False
 
     def hosts(self) -> tuple[str, ...]:
-        """Return the names that --allowed-hosts lists."""
         return tuple(name.strip() for name in (self.allowed_hosts or "").split(",") if name.strip())
 
 

@@ -290,7 +290,6 @@ class ResponseStream:
         self._white = ""  # white space that may be the beginning of a text, or all of it
 
     def take(self, chunk: Json) -> list[Event]:
-        """Return the events for a chunk of the chat's stream."""
         events = self._begin()
         for choice in chunk.get("choices") or []:
             events += self._delta(choice.get("delta") or {})
@@ -304,7 +303,6 @@ class ResponseStream:
         return []
 
     def end(self) -> list[Event]:
-        """Return the events that end a whole answer."""
         whole = self._finish != "length"
         status = "completed" if whole else "incomplete"
         events = [*self._begin(), *self._close(status)]
@@ -313,7 +311,6 @@ class ResponseStream:
         return [*events, self._last(status)]
 
     def fail(self, status: int, message: str) -> list[Event]:
-        """Return the events that end an answer which is not whole."""
         events = [*self._begin(), *self._close("incomplete")]
         self._response["error"] = {"code": "server_error", "message": message}
         return [*events, self._last("failed")]

@@ -23,12 +23,10 @@ class MarkReader:
         self._marks = re.compile(f"({'|'.join(re.escape(mark) for mark in marks if mark) or '(?!)'})")
 
     def text(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens, with all marks in it."""
         text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
 
     def meaning(self, text: str) -> Reading:
-        """Return the parts of an answer: equal for answers that say the same."""
         meaning: list[str] = []
         for part in self._marks.split(text):
             if meaning and meaning[-1] == self._call:

@@ -132,7 +132,6 @@ class Provider:
         return f"the model {_short(loaded.key[0])} is loaded: name that, or serve with --any-model"
 
     def weights(self) -> int:
-        """Return the bytes of the parameters that are loaded."""
         return sum(weight.nbytes for net in self.nets for _, weight in tree_flatten(net.parameters()))
 
     def _load(self, *key: Any) -> None:
