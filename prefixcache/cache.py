@@ -120,7 +120,6 @@ class PrefixCache:
         model: str,
         salt: bytes = b"",
         like: list[Any] | CacheForm | None = None,
-        label: str = "",
         whole_blocks: bool = False,
         media: Sequence[Media] = (),
     ) -> Prompt:
@@ -130,7 +129,7 @@ class PrefixCache:
         `model` names the weights, `salt` separates tenants. `like` is a prompt cache as the caller makes it, or a `CacheForm`
         made of such: what was stored with layers of other classes or attributes (a ring's `max_size`) is then a miss, and
         once a token went through it, of other heads, widths or dtypes, too. Without, whatever was stored of the weights is a
-        hit. Under `label`, one of a few words of yours, `stats().labels` counts what stores of it add.
+        hit. What the stores of `prompt.labelled("chat")` add, `stats().labels` counts under that word.
 
         With `whole_blocks` a hit doesn't end inside a whole block, whose rows are coded: it ends with it, or in an incomplete
         one, whose rows are as they were computed. At most 255 tokens more are computed, always on the same rows, whatever was
@@ -141,14 +140,12 @@ class PrefixCache:
         No store, hit or branch point ends inside one that is `whole`. With `whole_blocks` a hit may end with a medium, too,
         if a store did: `chunks` has one end there. Its rows are kept as they are beside the block that is coded.
 
-        Raises TypeError or ValueError for bad tokens, media, model, salt or label, CacheError for what is no prompt cache.
+        Raises TypeError or ValueError for bad tokens, media, model or salt, CacheError for what is no prompt cache.
         """
         ids = as_tokens(tokens)
         spans = as_media(media, len(ids))
-        if not isinstance(label, str):
-            raise TypeError(f"label={label!r}: give a word")
         form = None if like is None else CacheForm.of(like)
-        terms = PromptTerms(as_model(model), as_salt(salt), form, label, whole_blocks)
+        terms = PromptTerms(as_model(model), as_salt(salt), form, whole_blocks)
         if (placeholders := self._placeholders.get(model)) is not None:
             check_placeholders(ids, spans, placeholders)
         token_bytes = (with_pseudo_ids(ids, spans) if spans else ids).tobytes()

@@ -111,9 +111,8 @@ class _Warmer:
             return
         if not self._nets:
             self._load()
-        prompt = self._cache.prompt(
-            tokens, model=self._model, salt=sequence.salt, like=self._form, label=sequence.label, whole_blocks=True
-        ).in_session(sequence.session)
+        prompt = self._cache.prompt(tokens, model=self._model, salt=sequence.salt, like=self._form, whole_blocks=True)
+        prompt = prompt.labelled(sequence.label).in_session(sequence.session)
         prompt_cache, rest = self._cache.fetch(prompt, leave=0, promote=True)
         if prompt_cache is None:
             prompt_cache = [layer for net in self._nets for layer in make_prompt_cache(net)]

@@ -60,8 +60,8 @@ class PromptTerms:
     model: str = ""
     salt: bytes = b""
     form: Any = None
-    label: str = ""
     whole_blocks: bool = False
+    label: str = ""
     session: str = ""
     ends: PromptEnds = NO_ENDS
 
@@ -157,24 +157,24 @@ class Prompt:
         return self._resumed(self.token_bytes[: count * TOKEN_BYTES], given)
 
     def labelled(self, label: str) -> Prompt:
-        """Return the same prompt, whose stores count under another label."""
-        labelled = copy.copy(self)
-        labelled.terms = replace(self.terms, label=label)
-        return labelled
+        """Return the same prompt. `stats().labels` counts under this word of yours what its stores add."""
+        return self._under(label=label)
 
     def in_session(self, session: str) -> Prompt:
         """Return the same prompt, whose stores and fetches are those of a session: see `PrefixCache.end_session`."""
-        named = copy.copy(self)
-        named.terms = replace(self.terms, session=sys.intern(session))
-        return named
+        return self._under(session=sys.intern(session))
 
     def with_ends(self, *, shared: int = 0, turn: int = 0) -> Prompt:
         """Return the same prompt, of which stores of so many tokens leave a tail that stays when its block becomes whole:
         others may part there, as the next turn where it leaves thoughts out. A turn's stays until the next one's is stored.
         """
-        ended = copy.copy(self)
-        ended.terms = replace(self.terms, ends=PromptEnds(shared, turn))
-        return ended
+        return self._under(ends=PromptEnds(shared, turn))
+
+    def _under(self, **terms: Any) -> Prompt:
+        """Return the same prompt, with the same walks, under other terms."""
+        other = copy.copy(self)
+        other.terms = replace(self.terms, **terms)
+        return other
 
     @property
     def kept_ends(self) -> dict[int, str]:

@@ -230,7 +230,7 @@ def test_all_that_is_written_is_for_the_owner_alone_under_any_umask(tmp_path):
 def test_no_name_from_outside_becomes_a_path(tmp_path, name):
     root = tmp_path / "ssd"
     with opened(root) as cache:
-        prompt = cache.prompt([1] * 300, model=name, salt=name.encode(), label=name)
+        prompt = cache.prompt([1] * 300, model=name, salt=name.encode()).labelled(name)
         cache.store(prompt, states.sliceable([1] * 300))
         cache.flush()
         assert cache.match([1] * 300, model=name, salt=name.encode()).ssd == 300

@@ -133,7 +133,7 @@ def timed(cache: PrefixCache) -> dict[str, Observed]:
 def use(cache: PrefixCache) -> None:
     """Something of everything: stores that share, hits, misses, evictions, promotions, a damaged file."""
     for tokens, label in ((LONG, "system"), ([*LONG[:500], *LONG[700:]], "user"), (LONG, "")):
-        cache.store(cache.prompt(tokens, model="m", label=label), states.hybrid(tokens))
+        cache.store(cache.prompt(tokens, model="m").labelled(label), states.hybrid(tokens))
     cache.fetch([*LONG, 5], model="m")
     cache.fetch([7, 8, 9], model="m")
     assert cache.flush(30)

@@ -1,4 +1,4 @@
-"""How the product is built: imports point one way, and a class name stands for one class."""
+"""How the product is built: imports point one way, a class name stands for one class, calls take few parameters."""
 
 from __future__ import annotations
 
@@ -45,3 +45,12 @@ def test_a_class_name_stands_for_one_class() -> None:
             if isinstance(statement, ast.ClassDef):
                 homes[statement.name.lstrip("_")].append(module)
     assert {name: modules for name, modules in homes.items() if len(modules) > 1} == {}
+
+
+def test_a_call_takes_at_most_six_parameters() -> None:
+    foreign = {"scaled_dot_product_attention"}  # which stands in the place of mlx-lm's
+    for module, tree in TREES.items():
+        for call in ast.walk(tree):
+            if isinstance(call, ast.FunctionDef | ast.AsyncFunctionDef) and call.name not in foreign:
+                names = {each.arg for each in (*call.args.posonlyargs, *call.args.args, *call.args.kwonlyargs)}
+                assert len(names - {"self", "cls"}) <= 6, f"{module}: {call.name}"

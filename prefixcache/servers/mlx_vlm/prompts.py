@@ -67,10 +67,9 @@ class ModelPrompts:
             model=self.name,
             salt=salt,
             like=self.new_layers(),
-            label="mlx-vlm",
             whole_blocks=True,
             media=[replace(medium, whole=self._whole) for medium in served.media.media],
-        )
+        ).labelled("mlx-vlm")
         return prompt.with_ends(turn=len(prompt) - 1) if self._thinks else prompt
 
 

@@ -132,15 +132,11 @@ class TieredPrefixCache:
         """
         if isinstance(tokens, Prompt):
             return tokens
-        return self.cache.prompt(
-            as_tokens(tokens),
-            model=self.model_name,
-            salt=self._salt,
-            like=self.like,
-            label=LABEL,
-            whole_blocks=bool(media),
-            media=media,
+        ids, whole = as_tokens(tokens), bool(media)
+        prompt = self.cache.prompt(
+            ids, model=self.model_name, salt=self._salt, like=self.like, whole_blocks=whole, media=media
         )
+        return prompt.labelled(LABEL)
 
     def clone_for_replay(self, cache: list[Any]) -> list[Any]:
         """Return it as it is: what `fetch` and `PreparedEntry.cache` give is the caller's own already."""
