@@ -13,7 +13,7 @@ from prefixcache.blocks.policies import Order
 
 
 class LeasedLast:
-    """`rest` has the slots of a tier that it may lose first. Invariant: `_leased` has those of this tier that `is_last` says.
+    """`rest` orders the slots that a tier may lose first. Invariant: `_leased` has exactly those for which `is_last` is true.
 
     Whoever changes what `is_last` depends on (a slot's leases, or the tiers that it is in) calls `refile`.
     """
@@ -27,7 +27,7 @@ class LeasedLast:
         return slot.leases > 0 and not slot.tiers >> self._tier + 1
 
     def refile(self, slot: Slot) -> None:
-        """Give a slot, if it is here, the place that it is to have now."""
+        """Move a slot, if it is here, to where `is_last` now says that it belongs."""
         if slot in self._leased:
             if not self.is_last(slot):
                 self._leased.remove(slot)

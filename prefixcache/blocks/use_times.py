@@ -1,4 +1,4 @@
-"""Which tick of the recency's clock was when, to about a minute: slots keep a tick of their last use and no time."""
+"""When each tick of the recency's clock was, to about a minute: slots keep the tick of their last use and no time."""
 
 from __future__ import annotations
 

@@ -60,11 +60,10 @@ class Gradients:
         self._scales: Sequence[float] = LOSS_SCALES if halves else LOSS_SCALES[-1:]
 
     def draw(self, seed: int) -> list[tuple[Array, Array]]:
-        """Return of each layer the gradients by its stored keys, as RoPE turned them, and values: float32 (heads, prefix,
-        width).
+        """Draw a token after each token of the continuation, and differentiate the sum of their log p. Return each layer's
+        gradients by its stored keys, as RoPE turned them, and by its values: float32 (heads, prefix, width).
 
-        Of the sum, over the continuation, of log p of one token drawn from what the model says there. The same `seed` draws
-        the same tokens. NoGradient where there is none.
+        The same `seed` draws the same tokens. NoGradient where there is none.
         """
         while True:
             scale = self._scales[0]

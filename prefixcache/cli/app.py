@@ -23,7 +23,7 @@ from prefixcache.cli.directory.reconcile import reconcile
 from prefixcache.cli.running.end_session import end_session
 from prefixcache.cli.running.pin import pin
 from prefixcache.cli.running.remove import remove
-from prefixcache.cli.text import complain, mute, refuse_without
+from prefixcache.cli.text import complain, exit_without_mlx, mute
 
 LATER = {  # by name, the module that has the function of that name
     "calibrate": "prefixcache.cli.calibrate.command",
@@ -86,7 +86,7 @@ class Commands(TyperGroup):
             finally:
                 sys.stdout.flush()
         except ImportError as error:
-            refuse_without(error)
+            exit_without_mlx(error)
             raise
         except BrokenPipeError:
             mute()
@@ -101,7 +101,7 @@ class Commands(TyperGroup):
             try:
                 _load(args[0])
             except Exception as error:
-                refuse_without(error)
+                exit_without_mlx(error)
                 complain(f"{args[0]} can't be loaded: {error}")
                 raise typer.Exit(2) from error
         return super().resolve_command(ctx, args)

@@ -94,9 +94,9 @@ def many(number: int, noun: str) -> str:
     return f"{number:,} {noun if number == 1 else plural}"
 
 
-def refuse_without(error: BaseException) -> None:
-    """Say, where this error is that mlx.core can't be loaded, as after a plain `pip install prefixcache` on Linux, which
-    extra to install, in a line, and end with 1. Every command that needs MLX ends so.
+def exit_without_mlx(error: BaseException) -> None:
+    """If mlx.core can't be loaded, as after a plain `pip install prefixcache` on Linux, say in a line which extra to install,
+    and exit with 1. Of another error nothing is said.
     """
     if isinstance(error, ImportError) and (error.name in ("mlx", "mlx.core") or "libmlx" in str(error)):
         complain(

@@ -1,7 +1,7 @@
-"""Levels: what each channel of a head is brought nearer to the others by before its rows are rotated.
+"""Levels: what is subtracted from each channel of a head and what it is divided by, before rows are rotated, so that channels
+are alike. Here are the levels, and the integers that images keep of them.
 
-Here is what they are, and the numbers that images have of them. `turboquant.measure_levels` measures them, `layers` decides
-of which rows.
+`turboquant.measure_levels` measures them, `layers` decides of which rows.
 """
 
 from __future__ import annotations

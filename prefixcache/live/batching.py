@@ -12,8 +12,6 @@ from prefixcache.live.layer import CodedLayer
 from prefixcache.live.layer_state import NO_CODES, NO_ROWS
 from prefixcache.live.ragged import check_alike
 
-ALIKE = "caches of one batch are coded alike; convert them with one codec"
-
 
 def merged(singles: Sequence[CodedLayer]) -> CodedLayer:
     """Return one batch of layers of one sequence each, left-padded to the longest. ValueError where they aren't alike."""
@@ -65,9 +63,9 @@ def _ready(layers: list[CodedLayer]) -> list[CodedLayer]:
     first = layers[0]
     kinds = [layer.kind._asdict() for layer in layers if layer.kind is not None]
     for layer in layers:
-        check_alike(first.choice._asdict(), layer.choice._asdict(), ALIKE)
+        check_alike(first.choice._asdict(), layer.choice._asdict())
     for kind in kinds:
-        check_alike(kinds[0], kind, ALIKE)
+        check_alike(kinds[0], kind)
     coded = (layer.runs[0][-1].levels for layer in layers if layer.runs and layer.waiting is None)
     levels = next(coded, None)
     if levels is not None or not first.choice.levelling:

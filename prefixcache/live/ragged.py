@@ -95,8 +95,9 @@ def numbers(array: mx.array) -> list[int]:
     return array.tolist()  # type: ignore[return-value]
 
 
-def check_alike(what: Mapping[str, Any], other: Mapping[str, Any], remedy: str) -> None:
-    """Raise ValueError that names the first thing that two caches don't have in common, both values, and the remedy."""
-    for name, value in what.items():
+def check_alike(one: Mapping[str, Any], other: Mapping[str, Any]) -> None:
+    """Raise ValueError that names the first thing that two caches don't have in common, and both values."""
+    for name, value in one.items():
         if name in other and other[name] != value:
+            remedy = "caches of one batch are coded alike; convert them with one codec"
             raise ValueError(f"{name} {value} and {name} {other[name]} in one batch: {remedy}")

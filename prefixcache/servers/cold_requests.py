@@ -56,13 +56,13 @@ class ColdRequests(Collector):
 
     def tell(self, request_id: str, parting: Parting, find_part: Callable[[], Part]) -> None:
         """Log and count a request. `find_part` looks for the part of its prompt in which it parted."""
-        cold = ColdRequest(parting, self._found(find_part) if parting.has_parted else Part(NO_PART))
+        cold = ColdRequest(parting, self._part_by(find_part) if parting.has_parted else Part(NO_PART))
         with self._lock:
             self._counts[cold.part.name, parting.reason] += 1
             self._last = cold
         log.info("%s: %s", request_id, cold.in_words(), extra={"id": request_id, **cold.fields()})
 
-    def _found(self, find_part: Callable[[], Part]) -> Part:
+    def _part_by(self, find_part: Callable[[], Part]) -> Part:
         if not self._finding.acquire(blocking=False):
             return Part(UNKNOWN)
         try:

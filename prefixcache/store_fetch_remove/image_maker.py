@@ -54,24 +54,24 @@ class Maker(Protocol):
     """Where the state was found to hold NaN or infinity: no block from there on is kept."""
 
     def held(self, window: int) -> TokenRuns:
-        """The runs of tokens whose rows are there in every layer of this window."""
+        """Return the runs of tokens whose rows are there in every layer of this window."""
 
     def coded_otherwise(self, first: int, last: int, tensors: Tensors) -> int:
-        """How many of these tokens are coded with other levels than a rows image has."""
+        """Count those of these tokens that are coded with other levels than a rows image has."""
 
     def blueprint(
         self, kind: ImageKind, key: bytes, parent: bytes, start: int, specs: list[Spec], extra: str = "{}"
     ) -> Blueprint:
-        """What an image is to be like: its size is known then."""
+        """Return what an image is to be like, and so its size."""
 
     def encoded(self, jobs: list[ImageJob]) -> list[ImageJob]:
-        """The jobs as they will be made: those before the first row that isn't finite, with codes taken over where that is
-        right, and with blueprints of the right size, as how long some codes are is known once they are made.
+        """Return the jobs as they will be made: those before the first row that isn't finite, with codes taken over where
+        that is right, and with blueprints of the right size, since some codes have a length once they are made.
         """
 
     def make(self, jobs: list[ImageJob]) -> Callable[[], list[Image]]:
-        """Begin to make the images of these jobs: what needs the live cache is done here. What is returned waits for them, on
-        any thread, and gives them in their order, up to the first that holds NaN or infinity.
+        """Begin to make the images of these jobs, and do what needs the live cache. Return a call that waits for them, on any
+        thread, and gives them in their order, up to the first that holds NaN or infinity.
         """
 
     def put_back(self) -> None:
@@ -162,7 +162,7 @@ class LiveMaker:
             self._leaves = [decoded.get(i, leaf) for i, leaf in enumerate(self._leaves)]
 
     def _finite(self, jobs: list[ImageJob]) -> list[ImageJob]:
-        """The jobs for the blocks before that of the first row that isn't finite."""
+        """Return the jobs for the blocks before that of the first row that isn't finite."""
         of_rows = [job for job in jobs if job.kind != SNAPSHOT]
         if not of_rows:
             return jobs
@@ -174,7 +174,7 @@ class LiveMaker:
         return [job for job in of_rows if job.start < wrong.token - wrong.token % BLOCK]
 
     def _taking_over(self, job: ImageJob) -> ImageJob:
-        """The job with codes of its source for those leading rows only that the live cache holds as they decode."""
+        """Return the job with codes of its source for those leading rows only that the live cache holds as they decode."""
         source, plan = job.source, self._plan
         if job.kind == ROWS and source.rows is not None:
             alike = leading_rows(plan, self._leaves, job.start, source.rows.tensors(), source.tokens)
@@ -207,21 +207,23 @@ class LiveMaker:
         return True
 
     def _of_live_rows(self, job: ImageJob) -> ImageJob:
-        """A window image of a tail, of live rows alone."""
+        """Return the job for a tail's window image with live rows alone."""
         parent, mask = bytes.fromhex(job.blueprint.fields.parent), job.encoded
         key, specs = window_key(parent, mask), self._plan.window_specs(mask, job.start, False)
         blueprint = self.blueprint(WINDOW, key, parent, job.start, specs, extra_of(mask))
         return job._replace(source=NO_SOURCE, mask=mask, key=key, blueprint=blueprint)
 
     def _without_source(self, job: ImageJob) -> ImageJob:
-        """A rows image of live rows alone: of a tail these are kept as they are, unless the live cache has codes."""
+        """Return the job for a rows image of live rows alone. Those of a tail are kept as they are, unless the live cache has
+        codes.
+        """
         coded = job.length == BLOCK or self.has_codes
         specs = self._plan.rows_specs(job.start, job.length, coded)
         source = job.source._replace(tokens=0, rows=None)
         return job._replace(source=source, coded=coded, blueprint=Blueprint(job.blueprint.fields, specs))
 
     def _sized(self, job: ImageJob) -> ImageJob:
-        """The job with the size that its image has, where that depends on codes."""
+        """Return the job with the size that its image has, where that depends on codes."""
         of_sections = self._codes.get((job.kind, job.key))
         if of_sections is None:
             return job

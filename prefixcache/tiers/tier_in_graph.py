@@ -214,7 +214,6 @@ class TierInGraph:
         self._state.graph.drop(slot, 0)
 
     def read(self, slot: Slot) -> PendingRead:
-        """Begin to read a slot's image."""
         return self.tier.read(entry_of(slot))
 
     def invalidate(self, slot: Slot) -> None:
@@ -294,11 +293,9 @@ class LowerTiers(list[TierInGraph]):
 
     @property
     def spill_tier(self) -> TierInGraph | None:
-        """Return the tier that RAM spills to."""
         return self[0] if self else None
 
     def having(self, slot: Slot) -> Iterator[TierInGraph]:
-        """Yield the tiers that have a slot's image."""
         return (tier for tier in self if slot.is_in(tier.number))
 
     def discard(self, slot: Slot) -> int:

@@ -19,7 +19,7 @@ from prefixcache.cli.options import CanonicalOptions, flag_of, flags_of, with_op
 from prefixcache.cli.progress import bar
 from prefixcache.cli.serve.cache_options import BITS, settings_from, with_settings
 from prefixcache.cli.serve.options import AdminOptions, RequestOptions, RunOptions
-from prefixcache.cli.text import complain, refuse_without
+from prefixcache.cli.text import complain, exit_without_mlx
 from prefixcache.remote.sealing import FleetKey
 from prefixcache.settings import Settings
 from prefixcache.ssd import DirectoryError
@@ -89,7 +89,7 @@ def serve(
             _check_vlm(run, requests, text, admin)
             from prefixcache.servers.mlx_vlm.serve import serve as serve_pictures
     except (ValueError, ImportError) as error:
-        refuse_without(error)
+        exit_without_mlx(error)
         _exit_with_error(error)
     try:
         if run.vlm:

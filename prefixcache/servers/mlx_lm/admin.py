@@ -29,6 +29,7 @@ from prefixcache.servers.mlx_lm.idle_warming import IdleWarming
 from prefixcache.servers.request_schema import GenerationRequest, RequestRefused
 from prefixcache.servers.salts import Salts
 from prefixcache.servers.warm_prompts import BadPrompt, WarmSequence, parse_prompt, tokens_of
+from prefixcache.store_fetch_remove.pruning import Deleted
 from prefixcache.store_fetch_remove.selection import NoSuchNamespace
 from prefixcache.tiers.prompt import Prompt
 
@@ -106,9 +107,7 @@ class Admin:
                 deleted = self._cache.prune(
                     model=model, salt=salt, namespace=namespace, used_before=before, ssd_to=to_size
                 )
-        self._generator.prompts.drop_live()
-        self._trim_memory()
-        return {"images": deleted.images, "bytes": deleted.nbytes, "held": deleted.held, **self._now()}
+        return self._after(deleted)
 
     def remove(self, body: Json) -> Json:
         """Delete a prompt, and all that begins with it."""
@@ -139,6 +138,12 @@ class Admin:
                     "admin: a step takes longer than %g s: a request under way may store its prompt again", STORES
                 )
             yield
+
+    def _after(self, deleted: Deleted) -> Json:
+        """Let go of what the model's caches still hold of what was deleted, and return the answer."""
+        self._generator.prompts.drop_live()
+        self._trim_memory()
+        return {"images": deleted.images, "bytes": deleted.nbytes, "held": deleted.held, **self._now()}
 
     def _trim_memory(self) -> None:
         mx.clear_cache()
@@ -191,9 +196,7 @@ class Admin:
         salt = self._tenant(body) or b""
         with self._stores_ended():
             deleted = self._cache.end_session(session, salt=salt)
-        self._generator.prompts.drop_live()
-        self._trim_memory()
-        return {"images": deleted.images, "bytes": deleted.nbytes, "held": deleted.held, **self._now()}
+        return self._after(deleted)
 
     # -- warming ----------------------------------------------------------------------------------------------------------
 

@@ -157,9 +157,8 @@ class RequestBatches:
         heard = [self._batches.told_of(uid) for uid in ended]
         if was_whole:
             return self._processed(heard, self._generated)
-        return heard, [
-            response for response in self._generated if response.uid not in failed
-        ]  # those have their last token
+        last = [response for response in self._generated if response.uid not in failed]  # their answers end here
+        return heard, last
 
     def _empty(self) -> None:
         """Drop the prompts that are computed, and where a step has left it in the middle of a change, the batch that
@@ -182,8 +181,8 @@ class RequestBatches:
 
 
 def pieces_of(segments: Sequence[list[int]], at: int, step: int, points: Sequence[int]) -> list[list[int]]:
-    """Segments that begin at token `at`, in pieces of at most `step` tokens that end where a block or a segment ends, and at
-    each of `points`.
+    """Cut segments, the first of which begins at token `at`, into pieces of at most `step` tokens that end where a block or a
+    segment ends, and at each of `points`.
     """
     pieces = []
     for segment in segments:
@@ -300,18 +299,15 @@ def stream(
     prompt: Sequence[int],
     **options: Any,
 ) -> Iterator[Any]:
-    """mlx-lm's `stream_generate` (`generate`) of a prompt whose tokens before `prompt` are in the prompt cache.
+    """Generate as mlx-lm's `stream_generate` (`generate`) does, behind the tokens that `keeper` knows, and keep blocks.
 
     What is not the prefill of one model's tokens (a draft model, images, rows that are quantised meanwhile, processors that
-    look at the prompt) is left to it, on exact rows.
+    look at the prompt) is left to mlx-lm, on exact rows.
     """
     layers = options.get("prompt_cache")
-    others = ("draft_model", "input_embeddings", "kv_bits", "logits_processors")
-    if (
-        layers is None
-        or any(options.get(name) for name in others[2:])
-        or any(options.get(name) is not None for name in others[:2])
-    ):
+    given = [options.get(name) is not None for name in ("draft_model", "input_embeddings")]
+    given += [bool(options.get(name)) for name in ("kv_bits", "logits_processors")]
+    if layers is None or any(given):
         yield from generate(model=model, tokenizer=tokenizer, prompt=prompt, **options)
         return
     tokens, step = list(keeper.known), options.get("prefill_step_size", 2048)
