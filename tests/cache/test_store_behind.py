@@ -7,7 +7,8 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from prefixcache import PrefixCache
 from prefixcache.store_fetch_remove import image_maker, store
-from tests.cache.test_write_back import alike, extend, fetched, images, some_rows
+from tests.cache.test_write_back import alike, extend, images, some_rows
+from tests.models.states import whole_hit
 
 TOKENS = 900
 
@@ -43,8 +44,8 @@ def test_what_is_asked_next_waits_for_it():
         cache.store_behind(begun.first(512), prefilled(512), write_back_from=0)
         cache.store_behind(begun, prefilled(TOKENS), write_back_from=512)
         assert begun.given_rows.tokens < TOKENS
-        assert alike(prefilled(100), fetched(cache, prompt), below=4)
-        assert cache.keep_hot(begun, fetched(cache, prompt))
+        assert alike(prefilled(100), whole_hit(cache, prompt), below=4)
+        assert cache.keep_hot(begun, whole_hit(cache, prompt))
 
 
 def test_what_was_deleted_meanwhile_stays_so():
