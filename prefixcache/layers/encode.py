@@ -23,8 +23,8 @@ from prefixcache.codecs.turboquant.measure_levels import measure_levels
 from prefixcache.layers import levels
 from prefixcache.layers.adapters import Leaf, LiveCodes, arrays_in
 from prefixcache.layers.image_layout import Group, Member, Section, Tensors
-from prefixcache.layers.joined import merged
 from prefixcache.layers.live_codes import same
+from prefixcache.layers.transformed import merged
 from prefixcache.layers.write_back import WriteBack
 
 

@@ -14,7 +14,7 @@ from prefixcache.codecs.base import Decoding, Encoding
 from prefixcache.codecs.turboquant.measure_levels import measure_levels
 from prefixcache.layers import levels
 from prefixcache.layers.image_layout import Group, Section, Tensors
-from prefixcache.layers.joined import codes_of, decoded
+from prefixcache.layers.transformed import codes_of, decoded
 
 
 class TakeCodes(NamedTuple):

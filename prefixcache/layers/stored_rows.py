@@ -18,8 +18,8 @@ from prefixcache.image_format import Image
 from prefixcache.keys import BLOCK
 from prefixcache.layers import levels
 from prefixcache.layers.image_layout import Place, Plan, Section, Tensors
-from prefixcache.layers.joined import CodedBlocks, DecodedGroup, codes_of, decode_joined
 from prefixcache.layers.stacks import RowRun, Stacks
+from prefixcache.layers.transformed import CodedBlocks, DecodedGroup, codes_of, decode_joined
 
 
 @dataclass(frozen=True, eq=False)

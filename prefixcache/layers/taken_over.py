@@ -18,8 +18,8 @@ from prefixcache.codecs.turboquant.coding import spans_of
 from prefixcache.layers import levels
 from prefixcache.layers.adapters import Leaf, LiveCodes
 from prefixcache.layers.image_layout import Group, Joined, Member, Plan, Tensors
-from prefixcache.layers.joined import CodedBlocks, DamagedBlock, codes_of, decode_joined
 from prefixcache.layers.live_codes import same
+from prefixcache.layers.transformed import CodedBlocks, DamagedBlock, codes_of, decode_joined
 from prefixcache.layers.write_back import decoded_rows
 
 

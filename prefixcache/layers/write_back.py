@@ -18,8 +18,8 @@ from prefixcache.keys import BLOCK
 from prefixcache.layers import levels
 from prefixcache.layers.adapters import Leaf
 from prefixcache.layers.image_layout import Group, Member, Plan, Section, Tensors
-from prefixcache.layers.joined import CodedBlocks, DamagedBlock, codes_of, decode_joined
-from prefixcache.layers.joined_windows import CodedWindow, coded_window
+from prefixcache.layers.transformed import CodedBlocks, DamagedBlock, codes_of, decode_joined
+from prefixcache.layers.transformed_windows import CodedWindow, coded_window
 
 
 def decoded_rows(group: Group, member: Member, rows: slice, tensors: Tensors) -> mx.array:

@@ -13,10 +13,10 @@ from prefixcache.blocks.masks import mask_of
 from prefixcache.blocks.node import RAM, Node, Slot
 from prefixcache.image_format import SNAPSHOT, Image
 from prefixcache.keys import BLOCK
-from prefixcache.layers.joined import DamagedBlock
 from prefixcache.layers.read_ahead import ReadAhead
 from prefixcache.layers.stored import StoredPrompt
 from prefixcache.layers.stored_rows import Block, WindowImage
+from prefixcache.layers.transformed import DamagedBlock
 from prefixcache.metrics.rates import MeasuredRates
 from prefixcache.store_fetch_remove.hot import hot_beginning, hot_hit
 from prefixcache.store_fetch_remove.namespaces import Namespaces

@@ -24,11 +24,11 @@ from prefixcache.layers.adapters import Leaf
 from prefixcache.layers.encode import RowTarget, encode, evaluate
 from prefixcache.layers.finite import NotFinite, first_not_finite, image_not_finite, state_not_finite
 from prefixcache.layers.image_layout import Section, Tensors, TokenRuns
-from prefixcache.layers.joined import BlockRows, DamagedBlock, decoded, encode_joined, write_joined
-from prefixcache.layers.joined_windows import CodedWindow, WindowRows, coded_runs, encode_window
 from prefixcache.layers.recode import EncodeRows, TakeCodes
 from prefixcache.layers.snapshots import State, encode_state
 from prefixcache.layers.taken_over import leading_rows, leading_window
+from prefixcache.layers.transformed import BlockRows, DamagedBlock, decoded, encode_joined, write_joined
+from prefixcache.layers.transformed_windows import CodedWindow, WindowRows, coded_runs, encode_window
 from prefixcache.layers.write_back import WriteBack
 from prefixcache.store_fetch_remove.jobs import NO_SOURCE, ImageJob
 from prefixcache.store_fetch_remove.window_moves import plan_window

@@ -29,9 +29,9 @@ from prefixcache.codecs.transform.tables import class_of, first_guess
 from prefixcache.image_format import Blueprint, HeaderFields, Image, ImageError, Spec, examine
 from prefixcache.keys import BLOCK, PSEUDO_IDS, chain
 from prefixcache.layers.image_layout import Plan, read
-from prefixcache.layers.joined import DamagedBlock, decode_joined
-from prefixcache.layers.joined_windows import CodedWindow
-from prefixcache.layers.joined_windows import coded_window as coded_window_of
+from prefixcache.layers.transformed import DamagedBlock, decode_joined
+from prefixcache.layers.transformed_windows import CodedWindow
+from prefixcache.layers.transformed_windows import coded_window as coded_window_of
 from prefixcache.media import Media, as_media, check_placeholders, chunks, outside_media, with_pseudo_ids
 from prefixcache.ssd import Entry
 from prefixcache.ssd.directory import Directory

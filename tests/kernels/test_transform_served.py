@@ -11,8 +11,8 @@ import pytest
 from prefixcache.codecs.transform import bases as bases_module
 from prefixcache.codecs.transform import gpu_coding, gpu_entropy
 from prefixcache.kernels import transform_entropy, transform_rows
-from prefixcache.layers.joined import DamagedBlock
 from prefixcache.layers.read_ahead import ReadAhead
+from prefixcache.layers.transformed import DamagedBlock
 from tests.corruption.test_transformed import changed
 from tests.corruption.test_transformed import opened as opened_in
 from tests.models.transforming import SINKS, prompt, tiny

@@ -7,7 +7,27 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, Protocol
 
+from prefixcache.servers.request_schema import ChatRequest, GenerationRequest
+
 Json = dict[str, Any]
+
+PASSED_ON = {
+    *GenerationRequest.model_fields,
+    "chat_template",
+    "role_mapping",
+}  # fields that mean in a chat what they do here
+PASSED_ON -= {"logprobs", "top_logprobs", "stream_options", "max_completion_tokens"}
+assert set(ChatRequest.model_fields) > PASSED_ON
+
+
+def as_chat(asked: Json, **meant: Any) -> Json:
+    """Return a chat request: the fields that are passed on as they are, and those that are `meant`, but for None. A streamed
+    one asks for its usage.
+    """
+    chat = {name: asked[name] for name in PASSED_ON & asked.keys()} | meant
+    if chat.get("stream"):
+        chat["stream_options"] = {"include_usage": True}
+    return {name: value for name, value in chat.items() if value is not None}
 
 
 class Event(NamedTuple):

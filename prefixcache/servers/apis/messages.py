@@ -12,16 +12,9 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from prefixcache.servers.apis import Event, Json
+from prefixcache.servers.apis import Event, Json, as_chat
 from prefixcache.servers.request_schema import STOPS, GenerationRequest, RequestRefused, Said, Stop, checked, shown
 
-PASSED_ON = {*GenerationRequest.model_fields, "chat_template", "role_mapping"} - {
-    "logprobs",
-    "top_logprobs",
-    "max_completion_tokens",
-    "stop",
-    "stream_options",
-}
 STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 ERRORS = {
     401: "authentication_error",
@@ -70,16 +63,15 @@ class Messages:
 
     def chat_request(self, body: Json) -> Json:
         asked = checked(MessagesRequest, body)
-        chat = {name: asked[name] for name in PASSED_ON & asked.keys()}
-        chat["messages"] = [*_system(asked), *_messages(asked)]
-        chat["tools"] = list(_tools(asked)) or None
-        chat["tool_choice"] = _tool_choice(asked)
-        chat["stop"] = asked.get("stop_sequences")
-        chat["chat_template_kwargs"] = _template_variables(asked)
-        chat["cache"] = {**_kept(asked), **(asked.get("cache") or {})} or None
-        if chat.get("stream"):
-            chat["stream_options"] = {"include_usage": True}
-        return {name: value for name, value in chat.items() if value is not None}
+        return as_chat(
+            asked,
+            messages=[*_system(asked), *_messages(asked)],
+            tools=list(_tools(asked)) or None,
+            tool_choice=_tool_choice(asked),
+            stop=asked.get("stop_sequences"),
+            chat_template_kwargs=_template_variables(asked),
+            cache={**_kept(asked), **(asked.get("cache") or {})} or None,
+        )
 
     def answer(self, request: Json, chat: Json) -> Json:
         choice = chat["choices"][0]

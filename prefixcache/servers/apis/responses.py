@@ -13,9 +13,8 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field
 
-from prefixcache.servers.apis import Event, Json
+from prefixcache.servers.apis import Event, Json, as_chat
 from prefixcache.servers.request_schema import (
-    ChatRequest,
     Count,
     GenerationRequest,
     RequestRefused,
@@ -28,7 +27,6 @@ KEEPS_NOTHING = "this server keeps no responses; send the whole conversation in 
 STORED = ("previous_response_id", "conversation", "prompt")  # fields that refer to what a server has kept
 STORED_ITEMS = ("item_reference", "compaction")
 TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
-NOT_OF_CHATS = ("logprobs", "top_logprobs", "stream_options", "max_tokens", "max_completion_tokens")
 
 
 class ResponsesRequest(GenerationRequest):
@@ -63,16 +61,15 @@ class Responses:
         """Return the chat request that this request means. RequestRefused names what can't be had."""
         asked = checked(ResponsesRequest, body)
         _refuse_stored(asked)
-        chat = {name: asked[name] for name in _PASSED if name in asked}
-        chat["messages"] = _Conversation.of(asked).messages
-        chat["tools"] = [tool.definition for tool in _tools(asked).values()] or None
-        chat["max_tokens"] = asked.get("max_output_tokens")
-        chat["response_format"] = (asked.get("text") or {}).get("format")
-        chat["tool_choice"] = asked.get("tool_choice")
-        chat["chat_template_kwargs"] = _template_variables(asked)
-        if chat.get("stream"):
-            chat["stream_options"] = {"include_usage": True}
-        return {name: value for name, value in chat.items() if value is not None}
+        return as_chat(
+            asked,
+            messages=_Conversation.of(asked).messages,
+            tools=[tool.definition for tool in _tools(asked).values()] or None,
+            max_tokens=asked.get("max_output_tokens"),
+            response_format=(asked.get("text") or {}).get("format"),
+            tool_choice=asked.get("tool_choice"),
+            chat_template_kwargs=_template_variables(asked),
+        )
 
     def answer(self, request: Json, chat: Json) -> Json:
         """Return the response that a whole answer of the chat makes: that of the last event of it as a stream."""
@@ -89,12 +86,6 @@ class Responses:
         """Return the body of an error, as OpenAI's clients read it."""
         kind = "server_error" if status >= 500 else "authentication_error" if status == 401 else "invalid_request_error"
         return {"error": {"message": message, "type": kind, "param": None, "code": status}}
-
-
-_PASSED = tuple(
-    name for name in (*GenerationRequest.model_fields, "chat_template", "role_mapping") if name not in NOT_OF_CHATS
-)
-assert set(_PASSED) < set(ChatRequest.model_fields)
 
 
 # -- the request ------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from prefixcache.blocks.masks import mask_of, row_pairs, runs_of
 from prefixcache.codecs.transform.coding import Codes
 from prefixcache.layers.adapters import Leaf
 from prefixcache.layers.image_layout import Joined, Plan, Section, Tensors
-from prefixcache.layers.joined import (
+from prefixcache.layers.transformed import (
     CodedBlocks,
     RowsToCode,
     TailRows,
