@@ -12,6 +12,8 @@ import mlx.nn as nn
 from mlx_lm.generate import BatchGenerator
 
 STEP = 24  # tokens of a prompt that are fed at once
+REQUESTS, LONGEST, VOCABULARY = 8, 90, 128  # of the traffic: how many, tokens of a prompt at most, ids
+BATCH, CANCELLED = 4, 0.02  # requests at once, and the chance of each at each step
 MakeCache = Callable[[], list[Any]]
 
 
@@ -37,33 +39,21 @@ class Result(NamedTuple):
     cancelled: bool
 
 
-def traffic(seed: int, requests: int, longest: int, vocabulary: int = 128) -> Iterator[tuple[int, Request]]:
+def traffic(seed: int) -> Iterator[tuple[int, Request]]:
     """(the step before which it comes, the request): long and short ones, with history and without."""
     rng, at = random.Random(seed), 0
-    for _ in range(requests):
+    for _ in range(REQUESTS):
         at += rng.choice([0, 0, 1, 3, 8])
-        lengths = rng.choice([0, 0, 1, 37]), rng.choice([1, 2, rng.randint(3, 20), rng.randint(20, longest)])
-        history, prompt = ([rng.randrange(vocabulary) for _ in range(n)] for n in lengths)
+        lengths = rng.choice([0, 0, 1, 37]), rng.choice([1, 2, rng.randint(3, 20), rng.randint(20, LONGEST)])
+        history, prompt = ([rng.randrange(VOCABULARY) for _ in range(n)] for n in lengths)
         yield at, Request(history, prompt, rng.randint(1, 16))
 
 
-def drive(
-    model: nn.Module,
-    make_cache: MakeCache,
-    seed: int,
-    requests: int = 8,
-    *,
-    longest: int = 90,
-    cancel: float = 0.02,
-    batch: int = 4,
-) -> list[Result]:
-    """Run `requests` requests that join, finish and are cancelled at random, at most `batch` of them at once.
-
-    Prompts have up to `longest` tokens; each running request is cancelled with probability `cancel` at each step.
-    """
+def drive(model: nn.Module, make_cache: MakeCache, seed: int) -> list[Result]:
+    """Run requests that join, finish and are cancelled at random, at most `BATCH` of them at once."""
     rng = random.Random(seed + 1)
-    generator = BatchGenerator(model, completion_batch_size=batch, prefill_batch_size=batch, prefill_step_size=STEP)
-    coming = list(traffic(seed, requests, longest))
+    generator = BatchGenerator(model, completion_batch_size=BATCH, prefill_batch_size=BATCH, prefill_step_size=STEP)
+    coming = list(traffic(seed))
     running: dict[int, Result] = {}
     done: list[Result] = []
     step = 0
@@ -74,7 +64,7 @@ def drive(
             feed(model, cache, request.history)
             [uid] = generator.insert([request.prompt], [request.max_tokens], caches=[cache])
             running[uid] = Result(request, [], [], cache, False)
-        for uid in [uid for uid in running if rng.random() < cancel]:
+        for uid in [uid for uid in running if rng.random() < CANCELLED]:
             cache, _ = generator.remove([uid], return_prompt_caches=True)[uid]
             done.append(running.pop(uid)._replace(cache=cache, cancelled=True))
         for response in generator.next()[1]:

@@ -271,8 +271,9 @@ class Proxy:
     bytes came back from the server on it. `connections`: how many were taken so far.
     """
 
-    def __init__(self, target: int, latency: float = 0, rate: float | None = None, loss: float = 0):
-        self.target, self.latency, self.rate, self.loss = target, latency, rate, loss
+    def __init__(self, target: int, latency: float = 0, loss: float = 0):
+        self.target, self.latency, self.loss = target, latency, loss
+        self.rate: float | None = None
         self.stall = False
         self.cut_after: int | None = None
         self.connections = 0
@@ -379,9 +380,9 @@ class Proxy:
 
 
 @contextmanager
-def proxy(target: int, latency: float = 0, rate: float | None = None, loss: float = 0) -> Iterator[Proxy]:
+def proxy(target: int, latency: float = 0, loss: float = 0) -> Iterator[Proxy]:
     """A `Proxy` before the port `target`, closed at the end."""
-    network = Proxy(target, latency, rate, loss)
+    network = Proxy(target, latency, loss)
     try:
         yield network
     finally:
