@@ -17,7 +17,7 @@ COUNTED = "counted"  # its prompt's tokens, which was all that it asked for
 
 
 REASON = 200  # characters of why a request was refused
-_QUOTED = re.compile(r"""'[^']*'?|"[^"]*"?|`[^`]*`?""")
+_QUOTED = re.compile(r"""(?!(?<=\w\w)'[st]\b)'[^']*'?|"[^"]*"?|`[^`]*`?""")  # "the model's" and "can't" quote nothing
 
 
 class HitDepths(NamedTuple):

@@ -130,6 +130,8 @@ def test_a_request_that_never_began_has_its_end_and_its_time_alone():
         (OSError("no such model: 'my secret'\nand more"), "no such model: '...'"),
         (KeyError("my secret"), "KeyError"),
         (ValueError('a "my secret'), "a '...'"),
+        (ValueError("it can't be had: 'my secret', b'my secret'"), "it can't be had: '...', b'...'"),
+        (ValueError("4 tokens > 3, the model's most: give less"), "4 tokens > 3, the model's most: give less"),
         (TemplateError("unknown role my secret"), "the chat template: TemplateError"),
         (ValueError(), "ValueError"),
         (ValueError("x" * 1000), "x" * 200),
