@@ -56,6 +56,23 @@ def test_a_length_that_is_not_digits_alone_is_refused(served, length):
     assert json.loads(body)["error"]["message"].startswith("Content-Length")
 
 
+@pytest.mark.parametrize(
+    ("request_head", "status", "said"),
+    [
+        ("GET /v1/nowhere HTTP/1.1\r\n\r\n", 404, "no such path; there are GET /metrics"),
+        ("GET /v1/chat/completions HTTP/1.1\r\n\r\n", 404, "POST /v1/completions"),
+        ("PUT /v1/models HTTP/1.1\r\n\r\n", 501, "PUT"),
+        ("GET / HTTP/nine\r\n\r\n", 400, "HTTP/nine"),
+        (f"GET /{'a' * 70_000} HTTP/1.1\r\n\r\n", 414, "Too Long"),
+        (f"GET / HTTP/1.1\r\nX: {'a' * 70_000}\r\n\r\n", 431, "Line too long"),
+    ],
+)
+def test_whatever_is_refused_is_refused_in_the_form_of_an_error(served, request_head, status, said):
+    code, body = answered(served, request_head)
+    assert (code, json.loads(body)["error"]["code"]) == (status, status)
+    assert said in json.loads(body)["error"]["message"]
+
+
 def test_a_length_beyond_the_limit_is_refused_before_anything_is_read(served):
     status, body = answered(served, f"{HEAD}Content-Length: 600000000\r\n\r\n")
     assert (status, json.loads(body)["error"]["code"]) == (413, 413)

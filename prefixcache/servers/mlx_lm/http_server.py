@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple
 
@@ -59,6 +60,7 @@ KINDS: dict[str, type[GenerationRequest]] = {
 }
 OTHERS: tuple[Api, ...] = (Messages(), TokenCount(), Responses())
 APIS = {api.path: api for api in OTHERS}
+NO_PATH = f"no such path; there are GET /metrics, /health, {model_list.PATH}, and POST {', '.join([*KINDS, *APIS])}"
 BODY_LIMIT = 1 << 28  # bytes of a request; images are in it
 
 
@@ -88,6 +90,7 @@ class Handler(BaseHTTPRequestHandler):
     """
 
     server: HttpServer
+    default_request_version = "HTTP/1.0"  # of a request that names none: its answer has a status all the same
 
     def __init__(self, *connection: Any):
         self._whole = False  # all of the request has been read
@@ -189,7 +192,7 @@ class Handler(BaseHTTPRequestHandler):
             healthy = self.server.site.generator.is_healthy
             self._answer(200 if healthy else 503, json.dumps({"status": "ok" if healthy else "unavailable"}).encode())
         else:
-            self._answer(404, b"Not Found")
+            self._refuse(404, NO_PATH)
 
     def _answer_models(self) -> None:
         try:
@@ -216,7 +219,7 @@ class Handler(BaseHTTPRequestHandler):
         """Return what mlx-lm answers on, and what it is asked, by the body of this request. RequestRefused for another."""
         kind, api = KINDS.get(self.path), APIS.get(self._plain_path)
         if kind is None and api is None:
-            raise RequestRefused(f"no such path; there are {', '.join([*KINDS, *APIS])}", 404)
+            raise RequestRefused(NO_PATH, 404)
         body = _parsed(self.read_body())
         connection: Handler | Translation = self
         if api is not None and isinstance(body, dict):
@@ -277,6 +280,10 @@ class Handler(BaseHTTPRequestHandler):
             http_log.info(text, *args, extra={"client": self.address_string()})
         else:
             super().log_message(text, *args)
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """Refuse what http.server can't read, as everything else is refused: its own errors are pages."""
+        self._refuse(int(code), message or explain or self.responses[HTTPStatus(code)][0])
 
     def _cut(self, error: Ended, *, streamed: bool) -> None:
         """End an answer that is not whole. Clients take an event with an error for one; without Content-Length, a closed
