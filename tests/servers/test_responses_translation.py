@@ -120,7 +120,6 @@ def test_what_is_sampled_by_goes_through_and_what_is_the_responses_own_does_not(
         "stream": True,
         "stream_options": {"include_usage": True},
         "chat_template_kwargs": {"reasoning_effort": "low"},
-        "response_format": {"type": "text"},
         "tool_choice": "none",
     }
     chat = API.chat_request({"input": "x", "reasoning": {"effort": "none"}})
@@ -133,6 +132,11 @@ def test_what_is_sampled_by_goes_through_and_what_is_the_responses_own_does_not(
         ({"previous_response_id": "resp_1"}, "previous_response_id: this server keeps no responses; send the whole"),
         ({"conversation": "conv_1"}, "conversation: this server keeps no responses"),
         ({"background": True}, "background must be false"),
+        (
+            {"text": {"format": {"type": "json_object"}}},
+            'no answer is held to a schema: format.type is wrong, "json_object"',
+        ),
+        ({"tools": [{"type": "function", "parameters": {}}]}, "a tool of the type function must have a name"),
         ({"max_output_tokens": 0}, "max_output_tokens must be an integer from 1"),
         ({"input": 5}, "input must be a text, or a list of items, not 5"),
         ({"input": []}, "input must be a text, or a list of items with a message among them"),

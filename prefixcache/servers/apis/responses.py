@@ -11,13 +11,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Any, NamedTuple
 
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from prefixcache.servers.apis import Event, Json, as_chat
 from prefixcache.servers.request_schema import (
     Count,
     GenerationRequest,
     RequestRefused,
+    ResponseFormat,
     Said,
     checked,
     shown,
@@ -27,6 +28,14 @@ KEEPS_NOTHING = "this server keeps no responses; send the whole conversation in 
 STORED = ("previous_response_id", "conversation", "prompt")  # fields that refer to what a server has kept
 STORED_ITEMS = ("item_reference", "compaction")
 TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+
+
+class AnswerText(BaseModel):
+    """What a request may say of the answer's text. Other fields of it are ignored."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    format: ResponseFormat | None = None
 
 
 class ResponsesRequest(GenerationRequest):
@@ -41,7 +50,9 @@ class ResponsesRequest(GenerationRequest):
         None, description="Functions, custom tools and namespaces of them; tools that a server runs itself are ignored."
     )
     tool_choice: str | Json | None = Field(None, description="As in chats.")
-    text: Json | None = Field(None, description="Its `format` is `response_format` of chats.")
+    text: Annotated[
+        AnswerText | None, Said('an object whose `format` is {"type": "text"}, since no answer is held to a schema')
+    ] = Field(None, description="The form of the answer.")
     reasoning: Json | None = Field(
         None,
         description="Its `effort` is the template's `reasoning_effort`; `none` is `enable_thinking` false.",
@@ -66,7 +77,6 @@ class Responses:
             messages=_Conversation.of(asked).messages,
             tools=[tool.definition for tool in _tools(asked).values()] or None,
             max_tokens=asked.get("max_output_tokens"),
-            response_format=(asked.get("text") or {}).get("format"),
             tool_choice=asked.get("tool_choice"),
             chat_template_kwargs=_template_variables(asked),
         )
@@ -133,13 +143,13 @@ def _objects(value: Any) -> list[Json]:
 def _flat(tool: Json, namespace: str | None) -> dict[str, _Tool]:
     """Return a tool by its name in the chat, or the tools of a namespace; none of what the server would have to run."""
     name, kind = tool.get("name"), tool.get("type")
-    if not isinstance(name, str):
+    if kind not in ("namespace", "function", "custom"):
         return {}
+    if not isinstance(name, str):
+        raise RequestRefused(f"a tool of the type {kind} must have a name, a string, not {shown(name)}")
     if kind == "namespace":
         inside = (_flat(part, name) for part in _objects(tool.get("tools")))
         return {name: tool for flat in inside for name, tool in flat.items()}
-    if kind not in ("function", "custom"):
-        return {}
     in_chat = _chat_name(name, namespace)
     parameters = _text_parameters(tool) if kind == "custom" else tool.get("parameters")
     function = {"name": in_chat, "description": tool.get("description"), "parameters": parameters}
