@@ -267,7 +267,7 @@ class PrefixCache:
         return keep_hot(self._storage, self._opened.namespaces, self._prompt(tokens, model, salt), prompt_cache)
 
     def match(self, tokens: Tokens | Prompt, *, model: str | None = None, salt: bytes = b"", leave: int = 0) -> Match:
-        """How deep a `fetch` with these arguments can hit `tokens`. No I/O, and nothing changes; no MLX, but where ranks
+        """Tell how deep a `fetch` with these arguments can hit `tokens`. No I/O, and nothing changes; no MLX, but where ranks
         agree on it.
         """
         check_leave(leave)
@@ -282,7 +282,7 @@ class PrefixCache:
         return Match(*depths_of_all(self.ranks, prompt, leave, depths))
 
     def _depths(self, prompt: Prompt, limits: list[int]) -> list[int]:
-        """How deep RAM, and all tiers together, can serve a prompt, up to a limit for each."""
+        """Tell how deep RAM, and all tiers together, can serve a prompt, up to a limit for each."""
         asked = [(RAM, limits[0]), (self._storage.graph.last, limits[1])]
         with self._storage.lock:
             deepest = {(tier, limit): prompt.deepest(tier, len(prompt) - limit) for tier, limit in set(asked)}
@@ -475,7 +475,7 @@ class PrefixCache:
     def promote_remote(
         self, prompt: Prompt, *, leave: int = 0, prefill_rate: float | None = None
     ) -> Future[int] | None:
-        """Of `promote`, what the remote tier has. None where there is nothing to ask it for: the prompt is known here, it was
+        """Promote what the remote tier has. None where there is nothing to ask it for: the prompt is known here, it was
         missing there just now, or the engine doesn't answer.
         """
         self._opened.check_open()
@@ -486,7 +486,7 @@ class PrefixCache:
         return remote.promote(prompt, leave, prefill_rate) if remote is not None else None
 
     def promote_local(self, prompt: Prompt, *, leave: int = 0) -> Future[int]:
-        """Of `promote`, what the SSD has."""
+        """Promote what the SSD has."""
         self._opened.check_open()
         check_leave(leave)
         with self._storage.lock:
@@ -517,7 +517,7 @@ class PrefixCache:
         return await asyncio.shield(asyncio.wrap_future(coming))
 
     def unread(self, tokens: Tokens | Prompt, *, model: str | None = None, salt: bytes = b"", leave: int = 0) -> int:
-        """The bytes that `promote` would read for these tokens now. No I/O, no MLX, nothing changes."""
+        """Return the bytes that `promote` would read for these tokens now. No I/O, no MLX, nothing changes."""
         self._opened.check_open()
         check_leave(leave)
         prompt, last = self._prompt(tokens, model, salt), self._storage.graph.last
@@ -541,7 +541,7 @@ class PrefixCache:
         return self._opened.pins.remove(self._prompt(tokens, model, salt))
 
     def pinned(self) -> list[Pinned]:
-        """The prompts that are pinned: for each a name for `end_pins`, and numbers."""
+        """Return the prompts that are pinned: for each a name for `end_pins`, and numbers."""
         self._opened.check_open()
         return self._opened.pins.listed()
 
@@ -566,7 +566,7 @@ class PrefixCache:
         return self._opened.leases.add(self._prompt(tokens, model, salt), wanted)
 
     def leased(self) -> list[Leased]:
-        """The prompts that are leased, the oldest lease first: numbers, no text."""
+        """Return the prompts that are leased, the oldest lease first: numbers, no text."""
         self._opened.check_open()
         return self._opened.leases.listed()
 
@@ -734,13 +734,13 @@ class PrefixCache:
     # -- the cache itself ---------------------------------------------------------------------------------------------
 
     def stats(self) -> Stats:
-        """Where everything is now, and what has happened since the cache was opened."""
+        """Tell where everything is now, and what has happened since the cache was opened."""
         self._opened.check_process()
         return self._opened.stats()
 
     def codec_of(self, model: str) -> Codec:
-        """What codes the rows of this model, an identity. Of codec `Transform`: its `Calibrated` form with the model's basis,
-        which is reserved in RAM; TurboQuant, with a warning, where there is none yet or no room for it.
+        """Return what codes the rows of this model, an identity. Of codec `Transform`: its `Calibrated` form with the model's
+        basis, which is reserved in RAM; TurboQuant, with a warning, where there is none yet or no room for it.
         """
         self._opened.check_open()
         return self._opened.namespaces.codec_of(model)

@@ -125,7 +125,9 @@ class OpenCache:
             self.disk.start()  # the cache is complete: what it opens may be used at once
 
     def _remote_client(self) -> Client | None:
-        """The remote tier's engine, which is not asked yet. ValueError for a bad URL or key file, or a missing package."""
+        """Return the remote tier's engine, which is not asked yet. ValueError for a bad URL or key file, or a missing
+        package.
+        """
         settings = self.settings
         if settings.remote is None:
             return None
@@ -137,7 +139,7 @@ class OpenCache:
         )
 
     def _waits_for_disk(self) -> bool:
-        """Whether the directory's disk is not there yet, and is waited for: then the SSD is opened when it is."""
+        """Tell whether the directory's disk is not there yet, and is waited for: then the SSD is opened when it is."""
         directory = self.settings.ssd_dir
         if self.settings.ssd_missing == "error" or directory is None or not (why := why_absent(directory)):
             return False
@@ -273,7 +275,7 @@ def _left(end: float) -> float:
 
 
 def _of_rank(settings: Settings, ranks: Ranks) -> Settings:
-    """The settings of one rank: a directory of its own. All see the same prompts, so only the first records them."""
+    """Return the settings of one rank: a directory of its own. All see the same prompts, so only the first records them."""
     own: dict[str, Any] = {}
     if settings.ssd_dir is not None:
         own["ssd_dir"] = rank_folder(settings.ssd_dir, ranks.rank)
@@ -291,7 +293,7 @@ def device_memory() -> int | None:
 
 
 def usable_memory() -> int:
-    """Bytes that "auto" takes a share of: on a Mac Metal's recommended working set, else the machine's memory."""
+    """Return the bytes that "auto" takes a share of: on a Mac Metal's recommended working set, else the machine's memory."""
     if mx.metal.is_available():
         return int(mx.metal.device_info()["max_recommended_working_set_size"])
     return machine_memory()

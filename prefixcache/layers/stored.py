@@ -78,8 +78,8 @@ class StoredPrompt:
         return _evaluated(Restorer(rows, self.snapshot, room, decoded=decoded).layers(range(len(self.plan.layers))))
 
     def live(self, room: int = 0) -> list[Any]:
-        """The same, but layers of KVCache whose rows are TurboQuant's codes come as `TurboQuantKVCache`, which takes these
-        codes as they are: nothing is decoded. All others are as `dequantize` makes them.
+        """Return the same, but layers of KVCache whose rows are TurboQuant's codes come as `TurboQuantKVCache`, which takes
+        these codes as they are: nothing is decoded. All others are as `dequantize` makes them.
 
         Codes are taken where they have few levels, as those have that a live cache stored. Rows that a plain cache stored
         have levels of each block, which no kernel reads: they are coded anew with levels of the whole, and so is a tail.
@@ -162,7 +162,7 @@ class StoredLayer:
         return self._prompt._restored([self._index], room, live=False)[0]
 
     def live(self, room: int = 0) -> Any:
-        """A live layer cache that takes TurboQuant's codes as they are, where it can: see `StoredPrompt.live`."""
+        """Return a live layer cache that takes TurboQuant's codes as they are, where it can: see `StoredPrompt.live`."""
         return self._prompt._restored([self._index], room, live=True)[0]
 
 

@@ -145,7 +145,7 @@ class _Warmer:
         self._layers = [len(layers) for layers in prompt_caches]
 
     def _compute(self, tokens: list[int], prompt_cache: list[Any]) -> None:
-        """One chunk. Its logits are of no use, and as nothing asks for them they are never computed."""
+        """Compute one chunk. Its logits are of no use, and as nothing asks for them they are never computed."""
         first = 0
         for net, layers in zip(self._nets, self._layers, strict=True):
             net(mx.array([tokens]), cache=prompt_cache[first : first + layers])

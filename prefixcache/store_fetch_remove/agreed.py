@@ -16,8 +16,8 @@ log = logging.getLogger("prefixcache")
 
 
 def depths_of_all(ranks: Ranks, prompt: Prompt, leave: int, depths: Callable[[list[int]], list[int]]) -> list[int]:
-    """How deep all ranks can serve a prompt from RAM, and from all tiers together. `depths` says how deep this one can, up to
-    a limit for each; where it fails, nothing is served.
+    """Tell how deep all ranks can serve a prompt from RAM, and from all tiers together. `depths` says how deep this one can,
+    up to a limit for each; where it fails, nothing is served.
     """
     failed = False
 
@@ -35,8 +35,8 @@ def depths_of_all(ranks: Ranks, prompt: Prompt, leave: int, depths: Callable[[li
 
 
 def taken_by_all(ranks: Ranks, prompt: Prompt, leave: int, take: Callable[[int], tuple[Any, int]]) -> tuple[Any, int]:
-    """What `take(leave)` gives here and how deep it is, once it is as deep on every rank; (None, 0) where there is nothing
-    that all can serve. What can't be found or decoded on one rank makes the hit of all shorter.
+    """Return what `take(leave)` gives here and how deep it is, once it is as deep on every rank; (None, 0) where there is
+    nothing that all can serve. What can't be found or decoded on one rank makes the hit of all shorter.
     """
     taken, tokens, failed = None, -1, False
 
@@ -59,6 +59,6 @@ def taken_by_all(ranks: Ranks, prompt: Prompt, leave: int, take: Callable[[int],
 
 
 def _question(call: str, prompt: Prompt, leave: int) -> int:
-    """What the ranks must all ask for."""
+    """Return what the ranks must all ask for."""
     about = canonical([call, len(prompt), leave, prompt.terms.whole_blocks]).encode()
     return number_of(b"".join((prompt.token_bytes, prompt.salt, about)))

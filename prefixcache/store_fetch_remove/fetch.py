@@ -131,7 +131,7 @@ class Fetches:
         return FetchedPrompt(layers, stored.tokens, copied, hit.namespace.row.codec)
 
     def count(self, prompt: Prompt, depth: int, hot: int) -> None:
-        """A request was given so many tokens, of which so many were hot: once, however often RAM was asked for them."""
+        """Count what a request was given, and how much of it was hot: once, however often RAM was asked for them."""
         storage = self._storage
         if self._recorder is not None:
             self._recorder.fetch(self._namespaces.recorded_root(prompt.model, prompt.salt), prompt.token_bytes)
@@ -216,7 +216,7 @@ def _discard(storage: Storage, slots: Iterable[Slot], depth: int) -> int:
 
 
 def _arrived(storage: Storage, node: Node, coming: Future[int]) -> Image | None:
-    """A block's rows, once they are in RAM; None when they don't come. Every read that ends is notified."""
+    """Return a block's rows, once they are in RAM; None when they don't come. Every read that ends is notified."""
     with storage.changed:
         while node.rows is not None and node.rows.image is None and not coming.done():
             storage.changed.wait()

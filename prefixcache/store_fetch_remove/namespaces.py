@@ -66,7 +66,7 @@ class Namespaces:
         self._sweep_at = SWEEP_AT
 
     def from_row(self, row: NamespaceRow) -> Namespace | None:
-        """A namespace that an index names. None, with a warning, when this process can't make its caches."""
+        """Return a namespace that an index names. None, with a warning, when this process can't make its caches."""
         try:
             of_row = ModelCodec.of(codec_from_spec(json.loads(row.codec)))
             return self._make(row, self._plan_of(of_row, row.layout))
@@ -94,7 +94,7 @@ class Namespaces:
             return found
 
     def of_layout(self, model: str, layout: dict[str, Any], salt: bytes) -> Namespace:
-        """The namespace of a layout, made when it isn't there."""
+        """Return the namespace of a layout, made when it isn't there."""
         text, storage, of_model = canonical(layout), self._storage, self._codecs_of(model)[0]
         root = self._root(model, of_model, text, salt)
         with storage.lock:
@@ -126,11 +126,11 @@ class Namespaces:
             raise ValueError(f"{type(error).__name__}: {error}") from error
 
     def recorded_root(self, model: str, salt: bytes) -> bytes:
-        """What a recording's ids begin from: the same for all layouts, so also before a namespace or a basis is known."""
+        """Return what a recording's ids begin from: the same for all layouts, and so before a namespace or basis is known."""
         return self._root(model, self._usual[0], "{}", salt)
 
     def codec_of(self, model: str) -> Codec:
-        """What codes a model's rows."""
+        """Return what codes a model's rows."""
         self._look_for_basis(model)
         return self._codecs_of(model)[0].codec
 
@@ -141,7 +141,7 @@ class Namespaces:
         return Namespace(row, plan, self._storage.graph.tree(row.root, plan.windows, has_snapshots, keeps_tails))
 
     def _planned(self, namespace: Namespace, of_model: ModelCodec) -> Namespace:
-        """The namespace with the plan that codes its rows."""
+        """Return the namespace with the plan that codes its rows."""
         row = namespace.row
         plan = self._plan_of(of_model, row.layout)
         if namespace.plan is not plan:
@@ -166,8 +166,8 @@ class Namespaces:
         return known
 
     def _codecs_of(self, model: str) -> tuple[ModelCodec, ...]:
-        """What codes a model's rows, and behind it what has stored others that are hit. The first call for a model may read
-        its basis: `derive_roots` makes it before the storage's lock is taken.
+        """Return what codes a model's rows, and behind it what has stored others that are hit. The first call for a model may
+        read its basis: `derive_roots` makes it before the storage's lock is taken.
         """
         if not isinstance(self._codec, Transform):
             return self._usual
@@ -195,7 +195,7 @@ class Namespaces:
             log.info("model %s: a basis was made, and codes its rows from now on: %s", model, codec)
 
     def _within_budget(self, codec: Codec, model: str) -> Codec:
-        """The codec, once RAM has room for its basis; without it what codes the rows otherwise."""
+        """Return the codec, once RAM has room for its basis; without it what codes the rows otherwise."""
         if not isinstance(codec, Calibrated) or codec.basis.hash in self._reserved:
             return codec
         room = reserve_basis(self._storage, codec.basis, sum(reserved.left for reserved in self._reserved.values()))

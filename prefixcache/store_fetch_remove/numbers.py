@@ -8,7 +8,7 @@ YEAR = 365 * 86_400.0
 
 
 def seconds(value: Any, what: str) -> float | None:
-    """A time to wait, None for the setting's. ValueError for what is none; a year at most, which threads can wait for."""
+    """Return a time to wait, None for the setting's: a year at most, as threads can wait. ValueError for what is no time."""
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
@@ -17,7 +17,7 @@ def seconds(value: Any, what: str) -> float | None:
 
 
 def number(value: Any, call: str, what: str, most: int | None = None) -> int:
-    """A whole number of `what`, 0 or more and `most` at most; else ValueError."""
+    """Return a whole number of `what`, 0 or more and `most` at most; else ValueError."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise ValueError(f"{call}({value!r}): give a number of {what}, 0 or more")
     if most is not None and value > most:

@@ -29,7 +29,7 @@ class Deleted(NamedTuple):
 
 
 def roots_meant(storage: Storage, selection: Selection, salt: bytes | None) -> set[bytes]:
-    """The root keys of the namespaces that are meant: by model and root key as `selection` says, and of one salt.
+    """Return the root keys of the namespaces that are meant: by model and root key as `selection` says, and of one salt.
     NoSuchNamespace where a name stands for none, or for several.
     """
     with storage.lock:
@@ -106,8 +106,8 @@ def _newest_tick(storage: Storage, used_before: float | None) -> int | None:
 
 
 def _least_recent(storage: Storage, roots: Collection[bytes], newest: int | None = None) -> list[Slot]:
-    """The slots of these namespaces whose tick is no newer, in the order in which they can be deleted. Sorted without the
-    lock: some may be used or deleted meanwhile.
+    """Return the slots of these namespaces whose tick is no newer, in the order in which they can be deleted. Sorted without
+    the lock: some may be used or deleted meanwhile.
     """
     with storage.lock:
         slots = list(storage.graph.slots.values())
@@ -133,7 +133,7 @@ def _delete_unindexed(storage: Storage, roots: Collection[bytes], used_before: f
 def _unindexed(
     storage: Storage, lower: TierInGraph, roots: Collection[bytes], used_before: float | None
 ) -> list[Address]:
-    """The images of these namespaces that a tier has and the graph doesn't, last used before a Unix time."""
+    """Return the images of these namespaces that a tier has and the graph doesn't, last used before a Unix time."""
     return [
         entry.address
         for entry in lower.unindexed.values()

@@ -58,7 +58,7 @@ def remove_following(storage: Storage, prompt: Prompt) -> int:
 
 
 def _beginning_with(parent: Node, tokens: bytes) -> Iterator[Slot]:
-    """The slots below a block whose tokens go on with these, what depends on others first."""
+    """Return the slots below a block whose tokens go on with these, what depends on others first."""
     yield from (slot for suffix, slot in parent.snapshots.items() if suffix.startswith(tokens))
     stack: list[tuple[Node, bool]] = []
     for child in parent.children[bisect_left(parent.child_tokens, tokens) :]:
@@ -88,8 +88,8 @@ def _remove_blocks(storage: Storage, node: Node) -> int:
 
 
 def _remove_unindexed(storage: Storage, tier: TierInGraph, prompt: Prompt, namespace: Namespace) -> int:
-    """The same of what a tier has and the graph doesn't, for want of RAM: the state at the prompt's end, and blocks, the last
-    one first.
+    """Remove the same of what a tier has and the graph doesn't, for want of RAM: the state at the prompt's end, and blocks,
+    the last one first.
     """
     if not tier.unindexed:
         return 0

@@ -204,7 +204,7 @@ class StoreCall:
         )
 
     def _next_jobs(self) -> list[ImageJob]:
-        """The jobs for the next blocks, and behind the last one for the snapshot."""
+        """Return the jobs for the next blocks, and behind the last one for the snapshot."""
         jobs: list[ImageJob] = []
         expected = self._parent if self._parent.end == self._at else None  # None once blocks are new
         key = self._key
@@ -237,7 +237,7 @@ class StoreCall:
         return jobs
 
     def _known(self, parent: Node, tokens: bytes) -> KnownBlock:
-        """The block that has all of these tokens; else the block in RAM that begins with the longest stretch of them."""
+        """Return the block that has all of these tokens; else the block in RAM that begins with most of them."""
         graph = self._storage.graph
         exact = graph.child(parent, tokens)
         if exact is not None:
@@ -272,11 +272,10 @@ class StoreCall:
         return ends and is_computed and not self._maker.has_codes and self._namespace.tree.keeps_tails
 
     def _is_coded(self, tokens: bytes) -> bool:
-        """Whether a block's rows are coded: once it is whole, or where a live cache has coded them."""
+        """Tell whether a block's rows are coded: once it is whole, or where a live cache has coded them."""
         return len(tokens) == BLOCK_BYTES or self._maker.has_codes
 
     def _rows_job(self, node: Node | None, tokens: bytes, parent_key: bytes, source: CodeSource) -> ImageJob:
-        """The job for the rows of the block at `self._at`."""
         start, count, coded = self._at, len(tokens) // TOKEN_BYTES, self._is_coded(tokens)
         if self._maker.has_codes and source.rows is not None:
             source = self._unless_coded_otherwise(start, count, source)
@@ -286,15 +285,15 @@ class StoreCall:
         return ImageJob(ROWS, self._parent, node, start, tokens, key, blueprint, source, coded)
 
     def _unless_coded_otherwise(self, start: int, count: int, source: CodeSource) -> CodeSource:
-        """The source, unless live codes have other levels than it: then the live codes are copied instead."""
+        """Return the source, unless live codes have other levels than it: then the live codes are copied instead."""
         assert source.rows is not None
         if self._maker.coded_otherwise(start + source.tokens, start + count, source.rows.tensors()):
             return source._replace(tokens=0, rows=None, known=0)
         return source
 
     def _window_job(self, node: Node | None, tokens: bytes, parent_key: bytes, source: CodeSource) -> ImageJob | None:
-        """The job for the window of the block at `self._at`, with the rows that the live cache still holds and no image has
-        yet, or none in RAM where they go back into the live cache; None when there are none.
+        """Return the job for the window of the block at `self._at`, with the rows that the live cache still holds and no
+        image has yet, or none in RAM where they go back into the live cache; None when there are none.
         """
         windows, start, limit = self.plan.windows, self._at, self._at + len(tokens) // TOKEN_BYTES
         if not windows:
@@ -329,8 +328,8 @@ class StoreCall:
         return moved._replace(again=again)
 
     def _snapshot_job(self) -> list[ImageJob]:
-        """The job for the state at the end, unless it is kept (in RAM, if it goes back into the live cache). It hangs on the
-        last whole block before the boundary.
+        """Return the job for the state at the end, unless it is kept (in RAM, if it goes back into the live cache). It hangs
+        on the last whole block before the boundary.
         """
         assert self._maker.state is not None
         above, parent = (self._limit - 1) // BLOCK * BLOCK, self._parent
@@ -481,18 +480,18 @@ class StoreCall:
 
 
 def _most_rows(node: Node, wanted: int) -> Slot | None:
-    """Of a block's windows in RAM the one that has most rows of the `wanted` tokens (a bit each)."""
+    """Return the one of a block's windows in RAM that has most rows of the `wanted` tokens (a bit each)."""
     here = (slot for slot in node.windows if slot.image is not None)
     return max(here, key=lambda slot: sum((m & wanted).bit_count() for m in slot.mask), default=None)
 
 
 def _unknown(live: Masks, slots: Iterable[Slot]) -> Masks:
-    """Of each mask the tokens that none of these windows has."""
+    """Return the tokens of each mask that none of these windows has."""
     for slot in slots:
         live = _without(live, slot.mask)
     return live
 
 
 def _without(masks: Masks, others: Masks) -> Masks:
-    """Of each mask the tokens that the other doesn't have."""
+    """Return the tokens of each mask that the other doesn't have."""
     return tuple(mask & ~other for mask, other in zip(masks, others, strict=True))

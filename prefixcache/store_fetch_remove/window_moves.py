@@ -62,7 +62,7 @@ def plan_window(plan: Plan, job: ImageJob, tensors: Tensors, window: int) -> Win
 def _live(
     plan: Plan, job: ImageJob, window: int, section: Section, rows: Tensors, tensors: Tensors
 ) -> list[tuple[Section, list[RowTarget]]]:
-    """Where the live rows go: to `rows`, tensors of a section, and those of sinks as they are to `tensors`, too."""
+    """Tell where the live rows go: to `rows`, tensors of a section, and those of sinks as they are to `tensors`, too."""
     mask, new, start = job.mask[window], job.encoded[window], job.start
     sunk = plan.sunk(start) if plan.window_sinks[window].groups else 0
     targets, settled = [], bool(mask & ~new)
