@@ -7,6 +7,7 @@ import gc
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -133,3 +134,15 @@ def key_file(tmp_path: Path) -> Path:
     file.write_text("5a" * 32)
     file.chmod(0o600)
     return file
+
+
+@pytest.fixture
+def disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A file system of its own, of 700 kB or a module's `DISK`."""
+    where, size = tmp_path / "disk", getattr(request.module, "DISK", "700k")
+    where.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "none", where]
+    if sys.platform != "linux" or os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("can't mount a file system here: that takes Linux and root")
+    yield where
+    subprocess.run(["umount", "--lazy", where], check=True)

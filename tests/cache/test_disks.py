@@ -6,7 +6,6 @@ import errno
 import os
 import shutil
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -41,17 +40,6 @@ def settled(cache: PrefixCache, root: Path) -> None:
     states.check_integrity(cache)
     assert cache.stats().ssd.disk == du(root)
     assert cache.stats().ssd.queued_bytes == cache.stats().ram_queued == 0
-
-
-@pytest.fixture
-def disk(tmp_path) -> Iterator[Path]:
-    """A file system of its own, of 700 kB."""
-    where = tmp_path / "disk"
-    where.mkdir()
-    if not sys.platform.startswith("linux") or os.geteuid() or mount("-t", "tmpfs", "-o", "size=700k", "none", where):
-        pytest.skip("can't mount a file system here: that takes Linux and root")
-    yield where
-    subprocess.run(["umount", "--lazy", where], check=True)
 
 
 def mount(*arguments) -> int:

@@ -14,7 +14,7 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import CancelledError
 from contextlib import suppress
 from pathlib import Path
@@ -157,6 +157,7 @@ def test_a_read_that_stalls_in_mid_value_is_given_up_and_few_pay_for_it(machine,
 
 KINDS = {"dense": states.sliceable, "window": states.windowed, "recurrent": states.hybrid}
 HARMS = 10_000
+DISK = "300k"  # of the fixture of that name
 
 
 class Forger:
@@ -519,21 +520,6 @@ def test_a_folder_that_became_a_file_fails_and_works_again_as_a_folder(machine, 
     assert brought(other, LONG) == got(other, LONG) == 768
 
 
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own, of 300 kB."""
-    where = tmp_path / "disk"
-    where.mkdir()
-    if not sys.platform.startswith("linux") or os.geteuid() or mount("-t", "tmpfs", "-o", "size=300k", "none", where):
-        pytest.skip("can't mount a file system here: that takes Linux and root")
-    yield where
-    subprocess.run(["umount", "--lazy", where], check=True)
-
-
-def mount(*arguments: Any) -> int:
-    return subprocess.run(["mount", *map(str, arguments)], capture_output=True).returncode
-
-
 def test_a_folder_on_a_full_disk_is_read_from_and_written_to_again_when_there_is_room(machine, disk, caplog):
     caplog.set_level("INFO")
     cache = machine(f"file://{disk}/engine", remote_admission="always")
@@ -547,7 +533,7 @@ def test_a_folder_on_a_full_disk_is_read_from_and_written_to_again_when_there_is
     time.sleep(2.5)  # probes that find it full
     said = [record.message for record in caplog.records if "writing" in record.message]
     assert len(said) == 1, said
-    mount("-o", "remount,size=30m", disk)
+    subprocess.run(["mount", "-o", "remount,size=30m", disk], check=True)
     until(lambda: cache.stats().remote.writing)
     put(cache, [77] * 600)
     sent(cache)
@@ -559,13 +545,13 @@ def test_a_folder_that_can_only_be_read_is_read(machine, disk):
     cache = machine(f"file://{disk}/engine", remote_admission="always")
     put(cache, LONG)
     sent(cache)
-    mount("-o", "remount,ro", disk)
+    subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
     other = machine(f"file://{disk}/engine", remote_admission="always")
     for seed in range(3):
         put(other, prompt_of(seed))
     until(lambda: not other.stats().remote.writing)
     assert brought(other, LONG) == got(other, LONG) == 768
-    mount("-o", "remount,rw", disk)
+    subprocess.run(["mount", "-o", "remount,rw", disk], check=True)
 
 
 # -- many threads, the end of a process, secrets ----------------------------------------------------------------------
