@@ -183,9 +183,11 @@ class GenerationRequest(BaseModel):
     logit_bias: Annotated[
         dict[Token, Bias] | None, Said("an object of token ids, each with a number from -10,000 to 10,000")
     ] = Field(None, description="Added to these tokens' logits.")
-    logprobs: bool = Field(False, description="Whether the answer has the probability of each token.")
+    logprobs: bool = Field(
+        False, description="Whether the answer has the probability of each token; a stream never has."
+    )
     top_logprobs: Annotated[int, Field(ge=-1, le=11)] = Field(
-        -1, description="And those of so many other tokens; -1 is none."
+        -1, description="And those of so many likeliest tokens; -1 is none."
     )
     cache_salt: Annotated[
         str | None, Field(max_length=SALT_LIMIT), Said(f"a string of at most {SALT_LIMIT} Unicode characters")

@@ -21,6 +21,7 @@ from tests.servers.serving import (
     at_once,
     chat,
     complete,
+    post,
     save_adapter,
     save_model,
     save_parrot,
@@ -141,11 +142,24 @@ def test_stop_words_end_an_answer_that_is_hit_later(pair, stream):
 def test_logprobs_are_those_of_an_answer_without_a_cache(pair):
     messages = [{"role": "user", "content": text(100, "probable")}]
     ask(pair.served, messages)
-    for more in ({"logprobs": True}, {"logprobs": True, "top_logprobs": 3}):
-        plain, served = (ask(server, messages, **more) for server in (pair.plain, pair.served))
+    plain = ask(pair.plain, messages, logprobs=True)
+    for more in ({"logprobs": True}, {"logprobs": True, "top_logprobs": 3}, {"top_logprobs": 3}):
+        served = ask(pair.served, messages, **more)
         assert served.computed == 1
         assert served.logprobs == pytest.approx(plain.logprobs, abs=1e-4)
         assert len(served.logprobs) == served.generated
+
+
+@DENSE
+def test_a_tokens_logprob_is_its_own_and_the_likeliest_are_in_order(pair):
+    for more in ({"temperature": 0}, {"temperature": 100, "seed": 1}):
+        answer = post(pair.served, top_logprobs=5, max_tokens=8, **more).json()["choices"][0]
+        assert len(answer["logprobs"]["content"]) > 1
+        for one in answer["logprobs"]["content"]:
+            assert set(one) == {"id", "token", "logprob", "top_logprobs"}
+            likeliest = [other["logprob"] for other in one["top_logprobs"]]
+            assert likeliest == sorted(likeliest, reverse=True)
+            assert (one["id"] == one["top_logprobs"][0]["id"]) == (more["temperature"] == 0)
 
 
 @DENSE

@@ -221,6 +221,8 @@ class Completion(server.APIHandler):
             super().validate_model_parameters()
         except ValueError as error:
             raise RequestRefused(str(error)) from error
+        if self.top_logprobs > 0:
+            self.logprobs = True
 
     @property
     def prompt_arguments(self) -> Any:
@@ -236,7 +238,25 @@ class Completion(server.APIHandler):
 
     def generate_response(self, text: str, *args: Any, **more: Any) -> Any:
         self.told.add(text, more.get("tool_calls"), more.get("reasoning_text"))
-        return super().generate_response(text, *args, **more)
+        response = super().generate_response(text, *args, **more)
+        if more.get("token_logprobs"):
+            response["choices"][0]["logprobs"] = {"content": self._logprobs(**more)}
+        return response
+
+    def _logprobs(
+        self, tokens: list[int], token_logprobs: list[float], top_tokens: Sequence[Any], **_: Any
+    ) -> list[dict[str, Any]]:
+        """Return the logprobs of an answer's tokens, each with those of the likeliest, in their order.
+
+        Patch: mlx-lm names no token, or with `top_logprobs` any of the likeliest as the one that was sampled, unsorted.
+        Issue: none filed. Goes when its are OpenAI's.
+        """
+        names = self.response_generator.model_provider.tokenizer.convert_ids_to_tokens(tokens)
+        tops = [sorted(top, key=lambda one: -one["logprob"]) for top in top_tokens] or [[] for _ in tokens]
+        return [
+            {"id": token, "token": name, "logprob": logprob, "top_logprobs": top}
+            for token, name, logprob, top in zip(tokens, names, token_logprobs, tops, strict=True)
+        ]
 
     def _set_completion_headers(self, status_code: int = 200) -> None:
         if (error := sys.exc_info()[1]) is not None:
