@@ -255,6 +255,8 @@ def test_adapters_and_models_that_requests_name_never_meet(pair, tmp_path):
         assert each[0].cached < 10  # the beginning of the system prompts that were said before
         check_hits(each)
         assert chat(pair.served, f"Say. {SYSTEM}", asked[:1], **name)[0].computed == 1
+    of_default = chat(pair.served, f"Say. {SYSTEM}", asked[:1], adapters=names[1]["adapters"])
+    assert (said(of_default), of_default[0].computed) == (said(answers[1][:1]), 1)
 
 
 @pytest.mark.skipif(MLX_LM_0_31, reason="mlx-lm 0.31's server can't quantize its caches")

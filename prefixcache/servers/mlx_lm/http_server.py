@@ -230,6 +230,9 @@ class Handler(BaseHTTPRequestHandler):
         asked = checked(kind or ChatRequest, body, allow_chat_template=rules.allow_chat_template)
         if rules.any_model and not model_list.is_here(asked.get("model", model_list.DEFAULT)):
             asked["model"] = model_list.DEFAULT
+        served = self.server.site.generator.cli_args.model
+        if asked.get("adapters") and asked.get("model", model_list.DEFAULT) == model_list.DEFAULT and served:
+            asked["model"] = served  # of the default model mlx-lm takes no adapter but its own
         return connection, asked
 
     def complete(self, completion: Completion, request: Any, answer: Callable[[], None]) -> None:
