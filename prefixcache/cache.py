@@ -594,14 +594,11 @@ class PrefixCache:
         """
         self._opened.check_open()
         prompt = self._prompt(tokens, model, salt)
-        if not following:
-            removed = remove(self._storage, prompt)
-            forget_deleted(self._storage)
-            return removed
-        if not len(prompt):
-            raise ValueError("tokens are empty, and everything begins with none: call clear() for that")
-        self._opened.pins.end_beginning_with(prompt)
-        removed = remove_following(self._storage, prompt)
+        if following:
+            if not len(prompt):
+                raise ValueError("tokens are empty, and everything begins with none: call clear() for that")
+            self._opened.pins.end_beginning_with(prompt)
+        removed = (remove_following if following else remove)(self._storage, prompt)
         forget_deleted(self._storage)
         return removed
 
