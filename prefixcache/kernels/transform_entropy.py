@@ -1,4 +1,4 @@
-"""The entropy coder of transform coding on a GPU, a thread a row: that of prefixcache.codecs.transform.entropy, bit for bit.
+"""The entropy coder of transform coding on a GPU, row by row: that of prefixcache.codecs.transform.entropy, bit for bit.
 
 Several groups of layers are coded at once: a row takes as long as its components are many, however many rows there are.
 Values are half precision, as bits, and lie component by component, (groups, components, rows): then neighbouring threads
@@ -14,6 +14,7 @@ import mlx.core as mx
 from .dialects import SIMD_WIDTH, Dialect, Kernel, KernelSource, build, defines, launch
 
 THREADS = 64  # few, so that few rows are spread over many cores
+MANY_ROWS = 1 << 15  # from so many on, all cores of a GPU are at work with fewer threads a row
 SOUND, MISPLACED, TOO_FEW, TOO_MANY = range(4)  # what is wrong with a row's words
 
 CONSTANTS = """
@@ -91,16 +92,23 @@ FUNCTION u32 size_of(const float value) {
 FUNCTION u32 symbol_of(const u32 size) { return size < DIRECT ? size : (bits_of(float(size)) >> 21) - 512; }
 """
 
-PACK = (
-    PLACE.replace("PLACED", "lengths")
-    + """
-  const u32 room = ROOM;
+# A row's components are shared out among SLICES threads, but for the entropy coder's state, which goes from one to the next.
+PACK = """
+  SHARED int costs_of[SLICES][GAINS][ROWS];
+  SHARED float reached_of[SLICES][ROWS];
+  SHARED u32 used_of[SLICES][ROWS], within_of[SLICES][ROWS], too_long[ROWS];
+  const u32 rows = u32(lengths_shape[1]), most = u32(classes_shape[1]), in_group = (rows + ROWS - 1) / ROWS;
+  const u32 lane = member % ROWS, slice = member / ROWS;
+  const u32 part = group / in_group, nth = group % in_group * ROWS + lane, own = nth < rows ? nth : rows - 1;
+  const u32 row = part * rows + own, components = nth < rows ? counts[part] : 0, own_classes = part * most;
+  const u64 place = u64(part) * most * rows + own;
+
   int cost[GAINS];
-  UNROLL for (u32 gain = 0; gain < GAINS; gain++) cost[gain] = cost_of_zeros[part * GAINS + gain];
+  UNROLL for (u32 gain = 0; gain < GAINS; gain++) cost[gain] = slice ? 0 : cost_of_zeros[part * GAINS + gain];
   u32 used = 0;
   float reached = 0.0f;
   bool within = true;
-  for (u32 i = 0; i < components; i++) {
+  for (u32 i = components * slice / SLICES; i < components * (slice + 1) / SLICES; i++) {
     const float value = low_half(u32(values[place + u64(i) * rows]));
     reached = plus(reached, times(value, value));
     within = within && magnitude(value) <= MOST;
@@ -116,64 +124,87 @@ PACK = (
       }
     }
   }
-  // A row that isn't finite, or too long for codes, or not along the vectors: the comparisons are false of NaN.
-  const float left_out = minus(lengths[row], reached), limit = limits[part];
-  const bool good = within && left_out <= plus(limit, times(float_of(SHARE), reached)), coded = good && !skipped[own];
-  for (u32 i = coded ? components : 0; i < most; i++) decoded[place + u64(i) * rows] = 0;
-  if (!coded || !used) {
-    if (coded) {
-      for (u32 i = 0; i < components; i++) decoded[place + u64(i) * rows] = 0;
-    }
-    heads[row] = u16(coded ? GAINS / 2 << 12 : skipped[own] ? 0u : 0xFFFFu);
-    fine[row] = coded && left_out <= limit ? 1 : 0;
-    return;
-  }
+  UNROLL for (u32 gain = 0; gain < GAINS; gain++) costs_of[slice][gain][lane] = cost[gain];
+  reached_of[slice][lane] = reached;
+  used_of[slice][lane] = used;
+  within_of[slice][lane] = within ? 1 : 0;
+  barrier();
+
+  // Each thread of a row adds up the same.
   u32 best = 0;
-  int lowest = cost[0];
-  UNROLL for (u32 gain = 1; gain < GAINS; gain++) {
-    if (cost[gain] < lowest) {
-      lowest = cost[gain];
+  int lowest = 0x7FFFFFFF;
+  UNROLL for (u32 gain = 0; gain < GAINS; gain++) {
+    int sum = 0;
+    UNROLL for (u32 other = 0; other < SLICES; other++) sum += costs_of[other][gain][lane];
+    if (sum < lowest) {
+      lowest = sum;
       best = gain;
     }
   }
-  u32 state = LEAST, count = 0;
-  const u64 end = u64(row + 1) * room;
+  reached = 0.0f;
+  used = 0;
+  within = true;
+  UNROLL for (u32 other = 0; other < SLICES; other++) {
+    reached = plus(reached, reached_of[other][lane]);
+    used = used_of[other][lane] ? used_of[other][lane] : used;
+    within = within && within_of[other][lane];
+  }
+  // A row that isn't finite, or too long for codes, or not along the vectors: the comparisons are false of NaN.
+  const float left_out = minus(lengths[row], reached), limit = limits[part];
+  const bool good = within && left_out <= plus(limit, times(float_of(SHARE), reached)), coded = good && !skipped[own];
+  const bool fits = coded && left_out <= limit;
+  u32 count = 0;
+  if (slice == 0 && nth < rows) {
+    if (coded && used) {
+      const u32 room = ROOM;
+      u32 state = LEAST;
+      const u64 end = u64(row + 1) * room;
 #define EMIT(word) { count++; if (count <= room) scratch[end - count] = u16(word); }
-  for (u32 i = components; i-- > 0;) {
-    const float value = low_half(u32(values[place + u64(i) * rows]));
-    const u32 size = size_of(value), symbol = symbol_of(size), shifted = classes[own_classes + i] + best;
-    const u32 sign = size && value < 0.0f ? 1 : 0;
-    u32 code[2];
-    load_two(codes + 2 * (shifted * SYMBOLS + symbol), code);
-    const u32 frequency = code[0] & 0xFFFFu, open = code[1] >> 16;
-    if (open) {
-      if (state >> (32 - open)) {
-        EMIT(state & 0xFFFFu)
-        state >>= 16;
+      for (u32 i = components; i-- > 0;) {
+        const float value = low_half(u32(values[place + u64(i) * rows]));
+        const u32 size = size_of(value), symbol = symbol_of(size), shifted = classes[own_classes + i] + best;
+        u32 code[2];
+        load_two(codes + 2 * (shifted * SYMBOLS + symbol), code);
+        const u32 frequency = code[0] & 0xFFFFu, open = code[1] >> 16;
+        if (open) {
+          if (state >> (32 - open)) {
+            EMIT(state & 0xFFFFu)
+            state >>= 16;
+          }
+          state = state << open | (2 * size + (size && value < 0.0f ? 1 : 0) - 2 * (code[1] & 0xFFFFu));
+        }
+        if (state >> 20 >= frequency) {
+          EMIT(state & 0xFFFFu)
+          state >>= 16;
+        }
+        const u32 quotient = state / frequency;
+        state = (quotient << 12) + (state - quotient * frequency) + (code[0] >> 16);
       }
-      state = state << open | (2 * size + sign - 2 * (code[1] & 0xFFFFu));
-    }
-    if (state >> 20 >= frequency) {
       EMIT(state & 0xFFFFu)
-      state >>= 16;
+      EMIT(state >> 16)
     }
-    const u32 quotient = state / frequency;
-    state = (quotient << 12) + (state - quotient * frequency) + (code[0] >> 16);
-    const u32 point = size < DIRECT ? points[shifted * DIRECT + size] : half_of(float(size));
-    decoded[place + u64(i) * rows] = u16(point | sign << 15);
+    const u32 head = coded ? (used ? best << 12 | count : GAINS / 2 << 12) : skipped[own] ? 0u : 0xFFFFu;
+    heads[row] = u16(count > MOST_WORDS ? 0xFFFFu : head);
+    fine[row] = fits && count <= MOST_WORDS ? 1 : 0;
+    too_long[lane] = count > MOST_WORDS ? 1 : 0;
   }
-  EMIT(state & 0xFFFFu)
-  EMIT(state >> 16)
-  if (count > MOST_WORDS) {
-    for (u32 i = 0; i < components; i++) decoded[place + u64(i) * rows] = 0;
-    heads[row] = u16(0xFFFFu);
-    fine[row] = 0;
-    return;
+  // What the codes give, meanwhile.
+  const u32 filled = coded && used ? components : 0, behind = nth < rows ? most : 0;
+  for (u32 i = slice ? slice - 1 : most; i < behind; i += SLICES - 1) {
+    u32 point = 0;
+    if (i < filled) {
+      const float value = low_half(u32(values[place + u64(i) * rows]));
+      const u32 size = size_of(value), shifted = classes[own_classes + i] + best;
+      point = size < DIRECT ? points[shifted * DIRECT + size] : half_of(float(size));
+      point |= size && value < 0.0f ? 1u << 15 : 0;
+    }
+    decoded[place + u64(i) * rows] = u16(point);
   }
-  heads[row] = u16(best << 12 | count);
-  fine[row] = left_out <= limit ? 1 : 0;
+  barrier();
+  if (nth < rows && too_long[lane]) {
+    for (u32 i = slice; i < components; i += SLICES) decoded[place + u64(i) * rows] = 0;
+  }
 """
-)
 
 GATHER = """
   const u32 row = group * (THREADS / WIDTH) + member / WIDTH, room = scratch_shape[1];
@@ -199,15 +230,15 @@ def unpacker() -> KernelSource:
     )
 
 
-def packer(room: int, dead_zone: int, share: int) -> KernelSource:
+def packer(slices: int, room: int, dead_zone: int, share: int) -> KernelSource:
     """Inputs: values uint16 (groups, most, rows), the squares of rows' lengths float32 (groups, rows), skipped uint32
     (rows,), and the most that a row may lose to vectors that are left out, beside a `share` of the rest, limits float32
     (groups,); classes and counts as for `unpacker`, costs of gains int16, two to a uint32 (57, 61, 8), cost_of_zeros int32
     (groups, 15), codes uint32 (76, 57, 2), points uint16 (76, 8). Outputs: heads uint16 (groups, rows); fine uint16 (groups,
     rows), 1 of rows that lose no more than the limit; decoded uint16 (groups, most, rows); and scratch uint16 (groups * rows,
-    room), the words of each row at its end. `dead_zone` and `share` as bits.
+    room), the words of each row at its end. `slices`: threads of a row, two at least. `dead_zone` and `share` as bits.
     """
-    numbers = _defines(ROOM=room, DEAD_ZONE=dead_zone, SHARE=share)
+    numbers = _defines(ROOM=room, DEAD_ZONE=dead_zone, SHARE=share, ROWS=THREADS, SLICES=slices)
     return KernelSource(
         "transform_pack",
         ("values", "lengths", "skipped", "limits", "classes", "counts", "costs", "cost_of_zeros", "codes", "points"),
@@ -252,11 +283,12 @@ def pack(
 ) -> tuple[mx.array, mx.array, mx.array, mx.array]:
     """Inputs and outputs of `packer`, one group and row at least."""
     groups, most, rows = inputs[0].shape
-    kernel = _kernel(dialect, packer(room, dead_zone, share))
+    slices = 2 if groups * rows > MANY_ROWS else 4
+    kernel = _kernel(dialect, packer(slices, room, dead_zone, share))
     outputs = [
         (shape, mx.uint16) for shape in ((groups, rows), (groups, rows), (groups, most, rows), (groups * rows, room))
     ]
-    heads, fine, decoded, scratch = launch(kernel, inputs, outputs, groups * -(-rows // THREADS), THREADS)
+    heads, fine, decoded, scratch = launch(kernel, inputs, outputs, groups * -(-rows // THREADS), slices * THREADS)
     return heads, fine, decoded, scratch
 
 

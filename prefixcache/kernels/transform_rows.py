@@ -99,30 +99,31 @@ RESTORE = (
 """
 )
 
-# Sums of the squares of CHANNELS neighbouring channels: a thread a row of them.
+# Sums of the squares of CHANNELS neighbouring channels of a group: a thread a row of them.
 LENGTHS = """
-  const u32 channels = u32(values_shape[0]), rows = u32(values_shape[1]), in_part = (rows + THREADS - 1) / THREADS;
-  const u32 part = group / in_part, row = group % in_part * THREADS + member;
+  const u32 channels = u32(values_shape[1]), rows = u32(values_shape[2]), in_part = (rows + THREADS - 1) / THREADS;
+  const u32 parts = (channels + CHANNELS - 1) / CHANNELS, part = group / in_part, row = group % in_part * THREADS + member;
   if (row >= rows) return;
-  const u32 first = part * CHANNELS, last = first + CHANNELS < channels ? first + CHANNELS : channels;
+  const u32 first = part % parts * CHANNELS, last = first + CHANNELS < channels ? first + CHANNELS : channels;
+  const u64 place = u64(part / parts) * channels * rows + row;
   float sum = 0.0f;
   for (u32 i = first; i < last; i++) {
-    const float value = low_half(u32(values[u64(i) * rows + row]));
+    const float value = low_half(u32(values[place + u64(i) * rows]));
     sum = plus(sum, times(value, value));
   }
-  squares[part * rows + row] = sum;
+  squares[u64(part) * rows + row] = sum;
 """
 
 # Sums of the rows of each block that are fine, by channel: a simdgroup a channel and block.
 SUMS = """
-  const u32 channels = u32(values_shape[0]), rows = u32(values_shape[1]), blocks = u32(edges_shape[0]) - 1;
+  const u32 channels = u32(values_shape[1]), rows = u32(values_shape[2]), blocks = u32(edges_shape[0]) - 1;
   const u32 at = group * (THREADS / SIMD_WIDTH) + member / SIMD_WIDTH, lane = member % SIMD_WIDTH;
-  const bool inside = at < channels * blocks;
-  const u32 channel = inside ? at / blocks : 0, block = inside ? at % blocks : 0;
+  const bool inside = at < u32(values_shape[0]) * channels * blocks;
+  const u32 channel = inside ? at / blocks : 0, block = inside ? at % blocks : 0;  // a channel of all parts
   float sum = 0.0f;
   for (u32 i = edges[block] + lane; i < edges[block + 1]; i += SIMD_WIDTH) {
     const float value = low_half(u32(values[u64(channel) * rows + i]));
-    if (fine[number[0] * rows + i]) sum = plus(sum, value);
+    if (fine[channel / channels * rows + i]) sum = plus(sum, value);
   }
   for (u32 mask = SIMD_WIDTH / 2; mask > 0; mask /= 2) sum = plus(sum, swapped(sum, mask));
   if (inside && lane == 0) sums[at] = sum;
@@ -181,20 +182,17 @@ def restorer(form: StreamKind) -> KernelSource:
 
 
 def measurer() -> KernelSource:
-    """Input: values uint16 (channels, rows). Output: sums of their squares, float32 (parts, rows), a part for each 128
-    channels, the last for fewer.
+    """Input: values uint16 (groups, channels, rows). Output: sums of their squares, float32 (groups, parts, rows), a part for
+    each 128 channels, the last for fewer.
     """
     return KernelSource("transform_lengths", ("values",), ("squares",), _defines(CHANNELS=CHANNELS), LENGTHS)
 
 
 def adder() -> KernelSource:
-    """Inputs: values uint16 (channels, rows), which rows are fine, uint16 (groups, rows), the first row of each block and the
-    end of the last, uint32 (blocks + 1,), and the number of the group, uint32 (1,). Output: sums of the fine ones, float32
-    (channels, blocks).
+    """Inputs: values uint16 (groups, channels, rows), which rows are fine, uint16 (groups, rows), the first row of each block
+    and the end of the last, uint32 (blocks + 1,). Output: sums of the fine ones, float32 (groups, channels, blocks).
     """
-    return KernelSource(
-        "transform_sums", ("values", "fine", "edges", "number"), ("sums",), _defines(SIMD_WIDTH=SIMD_WIDTH), SUMS
-    )
+    return KernelSource("transform_sums", ("values", "fine", "edges"), ("sums",), _defines(SIMD_WIDTH=SIMD_WIDTH), SUMS)
 
 
 def _defines(**numbers: int) -> str:
@@ -219,19 +217,19 @@ def restore(dialect: Dialect, form: StreamKind, inputs: list[mx.array]) -> mx.ar
 
 def lengths(dialect: Dialect, values: mx.array) -> mx.array:
     """Input and output of `measurer`."""
-    channels, rows = values.shape
-    parts = -(-channels // CHANNELS)
-    (squares,) = launch(
-        _kernel(dialect, measurer), [values], [((parts, rows), mx.float32)], parts * -(-rows // THREADS), THREADS
-    )
+    groups, channels, rows = values.shape
+    shape = (groups, -(-channels // CHANNELS), rows)
+    launched = groups * shape[1] * -(-rows // THREADS)
+    (squares,) = launch(_kernel(dialect, measurer), [values], [(shape, mx.float32)], launched, THREADS)
     return squares
 
 
-def sums(dialect: Dialect, values: mx.array, fine: mx.array, edges: mx.array, number: mx.array) -> mx.array:
+def sums(dialect: Dialect, values: mx.array, fine: mx.array, edges: mx.array) -> mx.array:
     """Inputs and output of `adder`."""
-    channels, blocks = len(values), len(edges) - 1
-    groups, inputs = -(-channels * blocks * SIMD_WIDTH // THREADS), [values, fine, edges, number]
-    (added,) = launch(_kernel(dialect, adder), inputs, [((channels, blocks), mx.float32)], groups, THREADS)
+    groups, channels, _ = values.shape
+    shape = (groups, channels, len(edges) - 1)
+    launched = -(-groups * channels * shape[2] * SIMD_WIDTH // THREADS)
+    (added,) = launch(_kernel(dialect, adder), [values, fine, edges], [(shape, mx.float32)], launched, THREADS)
     return added
 
 

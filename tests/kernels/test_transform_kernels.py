@@ -73,7 +73,9 @@ def unpacked(heads, words, first, classes, tables):
 
 
 @pytest.mark.usefixtures("place")
-def test_rows_are_packed_and_unpacked_as_numpy_does(tables, classes):
+@pytest.mark.parametrize("many", [0, 1 << 15])
+def test_rows_are_packed_and_unpacked_as_numpy_does(tables, classes, monkeypatch, many):
+    monkeypatch.setattr(transform_entropy, "MANY_ROWS", many)
     values = values_of(classes, 70)
     lengths = (values**2).sum(axis=1)
     loud = int(np.argmax((lengths > 6e5) & (lengths < 6e6) & (np.arange(70) > 13)))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, pairwise
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -84,9 +84,10 @@ class GroupBatch(NamedTuple):
 
 
 class _Operands(NamedTuple):
-    """What products and kernels take of a coder: `vectors` (components, channels); of each run of streams of one width
-    `by_head` (heads, components, width), and `factors`, transposed, and `inverses` (heads, width, width); of each stream the
-    number of its run, and in uint32 (3,) its first channel and head, and that among its run's.
+    """What products and kernels take of a coder: `vectors` (components, channels), some more than have codes, whose values
+    count for nothing; of each run of streams of one width `by_head` (heads, components, width), and `factors`, transposed,
+    and `inverses` (heads, width, width); of each stream the number of its run, and in uint32 (3,) its first channel and
+    head, and that among its run's.
     """
 
     vectors: mx.array
@@ -95,6 +96,15 @@ class _Operands(NamedTuple):
     inverses: list[mx.array]
     places: list[mx.array]
     runs: list[int]
+
+
+class Alike(NamedTuple):
+    """Groups of the same streams that follow each other: which of all, and their rows in the metric, float16 (groups,
+    channels, tokens).
+    """
+
+    groups: slice
+    measured: mx.array
 
 
 class Restored(NamedTuple):
@@ -213,21 +223,27 @@ def encode(groups: Sequence[GroupRows], blocks: Sequence[BlockSpan]) -> list[lis
     runs = tuple((block.first, block.last) for block in blocks)
     skipped = np.concatenate([np.arange(block.last - block.first) < block.skip for block in blocks])
     measured = [_measured(coder, group.streams, runs) for coder, group in zip(coders, groups, strict=True)]
+    joined = [Alike(part, mx.stack(measured[part])) for part in _alike(coders)]
+    del measured
+    mx.async_eval([of.measured for of in joined])  # the GPU begins while the rest is prepared
     classes = Classes.of([coder.classes for coder in coders])
     values = [
-        _operands(coder).vectors @ of_group if len(coder.classes) else mx.zeros((1, of_group.shape[1]), mx.float16)
-        for coder, of_group in zip(coders, measured, strict=True)
+        classes.padded((_operands(coder).vectors @ of_group)[None])
+        for of in joined
+        for coder, of_group in zip(coders[of.groups], of.measured, strict=True)
     ]
-    lengths = [kernels.lengths(gpu_entropy.dialect(), of_group.view(mx.uint16)).sum(axis=0) for of_group in measured]
+    lengths = [kernels.lengths(gpu_entropy.dialect(), of.measured.view(mx.uint16)).sum(axis=1) for of in joined]
+    mx.async_eval(values, lengths)
     packed = gpu_entropy.pack(
-        mx.concatenate([classes.padded(of_group[None]) for of_group in values]),
-        mx.stack(lengths),
+        mx.concatenate(values),
+        mx.concatenate(lengths),
         mx.array(skipped.astype(np.uint32)),
         mx.array(np.array([coder.most_left_out(0) for coder in coders], np.float32)),
         classes,
         coders[0].tables,
     )
-    offsets = _offsets(coders, measured, packed, runs)
+    mx.async_eval(packed)
+    offsets = _offsets(coders, joined, packed, runs)
     mx.eval(packed.heads, packed.ends, packed.scratch, offsets)
     words = gpu_entropy.gathered(packed)
     mx.async_eval(words)
@@ -259,6 +275,12 @@ def encode(groups: Sequence[GroupRows], blocks: Sequence[BlockSpan]) -> list[lis
     return encoded
 
 
+def _alike(coders: Sequence[GroupCoder]) -> list[slice]:
+    """Return runs of groups of the same streams and quality."""
+    ends = accumulate(len(list(run)) for _, run in groupby(coders, lambda coder: (coder.streams, coder.quality)))
+    return [slice(first, last) for first, last in pairwise([0, *ends])]
+
+
 def _measured(coder: GroupCoder, streams: Sequence[mx.array], runs: tuple[tuple[int, int], ...]) -> mx.array:
     """Return rows in the metric, in steps, float16 (channels, tokens): not finite where they are too far off."""
     on_gpu, of, dialect = coder.group.on_gpu, _operands(coder), gpu_entropy.dialect()
@@ -277,33 +299,27 @@ def _measured(coder: GroupCoder, streams: Sequence[mx.array], runs: tuple[tuple[
 
 def _offsets(
     coders: Sequence[GroupCoder],
-    measured: Sequence[mx.array],
+    joined: Sequence[Alike],
     packed: gpu_entropy.Packed,
     runs: tuple[tuple[int, int], ...],
 ) -> list[tuple[mx.array, mx.array]]:
     """Return what decoded values of each block's fine rows lack on average, as it is stored: for each run of groups of the
     same streams uint8 (groups, (channels + 1) // 2, blocks) and bf16 as uint16 (groups, heads, blocks). Lazy.
     """
-    dialect, edges = gpu_entropy.dialect(), mx.array(np.array(_edges(runs), np.uint32))
-    groups = [mx.array(np.array([g], np.uint32)) for g in range(len(coders))]
+    dialect, edges, fine = gpu_entropy.dialect(), mx.array(np.array(_edges(runs), np.uint32)), packed.fine
     here = mx.arange(len(runs))[:, None] == _block_of_each(runs)
-    seen = (here[None] * packed.fine[:, None]).sum(axis=2).astype(mx.float32)
-    missing = []
-    for g, (coder, of_group) in enumerate(zip(coders, measured, strict=True)):
-        sums = kernels.sums(dialect, of_group.view(mx.uint16), packed.fine, edges, groups[g])
-        if count := len(coder.classes):  # means, for products of half precision
-            decoded = kernels.sums(dialect, packed.decoded[g, :count].view(mx.uint16), packed.fine, edges, groups[g])
-            sums = sums - (_operands(coder).vectors.T @ (decoded / _PART).astype(mx.float16)).astype(mx.float32) * _PART
-        missing.append(sums)
-    by_group, at = [], 0
-    for _, alike in groupby(coders, lambda coder: (coder.streams, coder.quality)):
-        several = list(alike)
-        blocks = slice(at, at + len(several))
-        means = mx.stack(missing[blocks]) / mx.maximum(seen[blocks], OFFSET_ROWS)[:, None]
-        offsets, steps = _quantised(several, means)
-        by_group.append((offsets, steps))
-        at = blocks.stop
-    return by_group
+    seen = (here[None] * fine[:, None]).sum(axis=2).astype(mx.float32)
+    # As parts of means, for products of half precision.
+    decoded = (kernels.sums(dialect, packed.decoded.view(mx.uint16), fine, edges) / _PART).astype(mx.float16)
+    offsets = []
+    for groups, measured in joined:
+        several = coders[groups]
+        vectors = [_operands(coder).vectors for coder in several]
+        coded = mx.stack([of.T @ sums[: len(of)] for of, sums in zip(vectors, decoded[groups], strict=True)])
+        sums = kernels.sums(dialect, measured.view(mx.uint16), fine[groups], edges)
+        missing = sums - coded.astype(mx.float32) * _PART
+        offsets.append(_quantised(several, missing / mx.maximum(seen[groups], OFFSET_ROWS)[:, None]))
+    return offsets
 
 
 def _quantised(coders: Sequence[GroupCoder], missing: mx.array) -> tuple[mx.array, mx.array]:
@@ -518,7 +534,7 @@ def _operands(coder: GroupCoder) -> _Operands:
                 places.append(mx.array(np.array([channel, head, head - before], np.uint32)))
                 channel, head = channel + heads * width, head + heads
         turned = [mx.swapaxes(factor, 1, 2) for factor in on_gpu.factors]
-        operands = _Operands(on_gpu.vectors[: len(coder.classes)], by_head, turned, on_gpu.inverses, places, runs)
+        operands = _Operands(on_gpu.vectors[:count], by_head, turned, on_gpu.inverses, places, runs)
         mx.eval(operands[:-1])  # MLX evaluates an array only on the thread that made it, and these are for all
         _all_operands[coder] = operands
     return _all_operands[coder]

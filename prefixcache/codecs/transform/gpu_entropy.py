@@ -7,6 +7,7 @@ GPU but what the caller asks for. `kernels` has the text.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -169,9 +170,7 @@ def pack(
     """
     prepared = _prepare(tables)
     room = min(2 * classes.most + 2, entropy.MOST_WORDS + 1)
-    zeros = [
-        prepared.cost_of_0[own[:, None] + np.arange(GAINS)].sum(axis=0, dtype=np.int32) for own in classes.of_groups
-    ]
+    zeros = [_cost_of_zeros(tables, own.tobytes()) for own in classes.of_groups]
     heads, fine, decoded, scratch = kernels.pack(
         dialect(),
         [
@@ -193,6 +192,14 @@ def pack(
     counts = mx.where(heads == 0xFFFF, 0, heads & entropy.MOST_WORDS).astype(mx.uint32)
     ends = mx.cumsum(counts.reshape(-1)).reshape(heads.shape)
     return Packed(heads, fine, decoded.view(mx.float16), scratch, ends)
+
+
+@lru_cache(maxsize=256)
+def _cost_of_zeros(tables: Tables, classes: bytes) -> Array:
+    """Return what a row of zeros costs with each gain: int32 (gains,). `classes`: int32, a component each."""
+    shifted = np.frombuffer(classes, np.int32)[:, None] + np.arange(GAINS)
+    costs: Array = _prepare(tables).cost_of_0[shifted].sum(axis=0, dtype=np.int32)
+    return costs
 
 
 def _bits(number: float) -> int:
