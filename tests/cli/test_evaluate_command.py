@@ -294,9 +294,9 @@ def test_a_model_that_is_not_there_or_is_none_is_refused(call, tmp_path):
     done = call("evaluate", tmp_path)
     assert done.exit_code == 2
     assert f"{tmp_path}: mlx-lm can't load it: " in done.stderr
-    done = call("evaluate", tmp_path, "--adapter", tmp_path / "none")
+    done = call("evaluate", tmp_path, "--adapter-path", tmp_path / "none")
     assert done.exit_code == 2
-    assert "--adapter" in done.stderr
+    assert "--adapter-path" in done.stderr
 
 
 def test_a_cache_that_can_not_be_stored_is_refused(monkeypatch):

@@ -62,7 +62,7 @@ def load(name: str, adapter: str | None = None, float32: bool = False) -> Subjec
         raise Refused(f"{name}: no such folder; give a model's folder, or its name on Hugging Face (owner/name)")
     adapter = str(Path(adapter).expanduser()) if adapter is not None else None
     if adapter is not None and not Path(adapter).is_dir():
-        raise Refused(f"--adapter {adapter}: no such folder; give the one that mlx_lm.lora wrote")
+        raise Refused(f"--adapter-path {adapter}: no such folder; give the one that mlx_lm.lora wrote")
     logging.getLogger("transformers").setLevel(logging.ERROR)  # it would warn that the text is longer than the context
     try:
         model, tokenizer, config = mlx_lm.load(

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from prefixcache.cli.evaluate.texts import NAMES, depths_of
-from prefixcache.cli.options import AsJson, Float32
+from prefixcache.cli.options import AdapterPath, AsJson, Float32
 
 
 @dataclass(frozen=True)
@@ -17,11 +17,11 @@ class EvaluatedModel:
     """The model, with its adapter and its basis."""
 
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A model's folder, or its name on Hugging Face.")]
-    adapter: Annotated[str | None, typer.Option(metavar="PATH", help="The folder of a LoRA adapter.")] = None
+    adapter: AdapterPath = None
     float32: Float32 = False
     basis_dir: Annotated[
         Path | None,
-        typer.Option(metavar="FOLDER", envvar="PREFIXCACHE_BASIS_DIR", help="Where the basis of codec transform is."),
+        typer.Option(metavar="DIR", envvar="PREFIXCACHE_BASIS_DIR", help="Where the basis of codec transform is."),
     ] = None
 
 
