@@ -759,6 +759,8 @@ def test_ladders_are_of_sizes_that_things_are_sold_in():
         (("--model", TINY, "--trace", "{trace}", "--ram", "0,1GB"), "--ram 0: nothing could be kept"),
         (("--model", TINY, "--trace", "{trace}", "--policy", "mru"), "--policy 'mru': none of those there are"),
         (("--model", TINY, "--trace", "{trace}", "--ssd-admission", "never"), "write always, second"),
+        (("--model", TINY, "--ram", "8GB"), "--ram without --trace: nothing is simulated; add --trace FILE"),
+        (("--model", TINY, "--lease-tokens", 5), "--lease-tokens without --trace"),
         (("--model", TINY, "--ssd-rate", "0"), "--ssd-rate 0: nothing would ever arrive; give a size"),
         (("--model", TINY, "--decode-rate", "-1GB"), "not a size"),
         (("--model", TINY, "--tbw", "0"), "--tbw 0: "),

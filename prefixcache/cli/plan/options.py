@@ -5,7 +5,7 @@ is assumed, and where the numbers go.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, NamedTuple, get_args
 
@@ -231,6 +231,10 @@ class TraceOptions:
     def checked(self, fleet: FleetPlan | None) -> TracePlan | None:
         """Return what is to be simulated, None without a trace. Raises Refused for a size or a name that can't be."""
         if self.trace is None:
+            for given in fields(self):
+                if getattr(self, given.name) != given.default:
+                    option = f"--{given.name.replace('_', '-')}"
+                    raise Refused(f"{option} without --trace: nothing is simulated; add --trace FILE, or leave it out")
             return None
         rams = _sizes("--ram", self.ram)
         if 0 in rams:
