@@ -249,10 +249,15 @@ class OpenCache:
         spilling = self.storage.spilling
         spilling.flush_recency()
         failed = ssd.failed
-        if not self.settings.spill_on_close or spilling.drain(timeout) or not (left := spilling.unwritten()):
+        if not self.settings.spill_on_close:
+            return
+        is_done = spilling.drain(timeout)
+        if not (left := spilling.unwritten()):
             return
         what = f"{len(left)} images ({size(sum(slot.nbytes for slot in left))}) that only RAM has are not written"
-        if ssd.failed > failed:
+        if is_done:
+            log.info("SSD %s: %s: its limit of %s has no room for more", ssd.directory, what, size(ssd.stats().limit))
+        elif ssd.failed > failed:
             log.warning("SSD %s: closed with a disk that fails: %s: %s", ssd.directory, what, ssd.stats().last_error)
         else:
             log.warning(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import shutil
 import subprocess
@@ -566,6 +567,17 @@ def test_a_closing_on_a_full_disk_says_so(opened, monkeypatch, caplog):
     assert "18 images (" in said[0]
     assert "No space left on device" in said[0]
     assert "close_timeout" not in said[0]
+
+
+def test_a_closing_says_what_the_limit_had_no_room_for(opened, caplog):
+    caplog.set_level(logging.INFO, "prefixcache")
+    cache = opened(ssd="1MB")
+    put_prompts(cache, *range(24))
+    cache.close()
+    said = [record.getMessage() for record in caplog.records if "only RAM has" in record.getMessage()]
+    assert len(said) == 1
+    assert "images (" in said[0]
+    assert "has no room for more" in said[0]
 
 
 def test_a_closing_that_had_too_little_time_says_so(opened, monkeypatch, caplog):
