@@ -47,7 +47,17 @@ def test_a_line_that_is_no_object_is_named(call, tmp_path):
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "x"}\n[1]\n')
     done = call("remove", "--url", NOBODY, file)
-    assert (done.exit_code, f"{file}:2: no JSON object" in done.stderr) == (2, True)
+    assert (done.exit_code, f"{file}:2: no JSON object; write" in done.stderr) == (2, True)
+    file.write_text('{\n  "messages": [\n    {"role": "user" "content": "x"}\n  ]\n}\n')
+    done = call("remove", "--url", NOBODY, file)
+    assert f"{file}:3: no JSON object (Expecting ',' delimiter, column 21); write" in done.stderr
+
+
+@pytest.mark.parametrize("words", [("inspect",), ("clear", "--yes"), ("prune", "--older-than", "1h"), ("reconcile",)])
+def test_an_empty_name_is_no_directory(call, words):
+    done = call(*words, "")  # such as "$DIR" that nobody has set
+    assert done.exit_code == 2
+    assert "it is empty; write the directory's path" in done.stderr
 
 
 @pytest.mark.parametrize("words", [("clear", "--yes"), ("prune", "--older-than", "1h"), ("pin",)])

@@ -17,8 +17,15 @@ from prefixcache.ssd import IndexBroken, SsdError
 from prefixcache.ssd.directory import refusal
 from prefixcache.store_fetch_remove.selection import NoSuchNamespace
 
-# readable=False: the commands say themselves that it can't be read, in the words of every other refusal.
-Dir = Annotated[Path, typer.Argument(metavar="DIR", readable=False, help="The cache's directory (ssd_dir).")]
+
+def a_directory(text: str) -> Path:
+    """Return the path; BadParameter for an empty one, which pathlib takes for the current directory."""
+    if not text:
+        raise typer.BadParameter("it is empty; write the directory's path")
+    return Path(text)
+
+
+Dir = Annotated[Path, typer.Argument(metavar="DIR", parser=a_directory, help="The cache's directory (ssd_dir).")]
 
 
 @dataclass(frozen=True)
@@ -27,7 +34,9 @@ class Target:
 
     directory: Annotated[
         Path | None,
-        typer.Argument(metavar="DIR", readable=False, help="The cache's directory (ssd_dir), unless --url is given."),
+        typer.Argument(
+            metavar="DIR", parser=a_directory, help="The cache's directory (ssd_dir), unless --url is given."
+        ),
     ] = None
     url: Annotated[
         str | None, typer.Option(metavar="URL", help="A running server in the place of DIR: http://127.0.0.1:8080.")

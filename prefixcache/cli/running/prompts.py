@@ -40,8 +40,8 @@ def _bodies(file: Path) -> list[tuple[str, dict[str, Any]]]:
         whole = json.loads(text)
     except (ValueError, RecursionError):
         whole = None
-    if isinstance(whole, dict):
-        return [(str(file), whole)]
+    if isinstance(whole, dict) or text.lstrip().partition("\n")[0].rstrip() == "{":  # one object over several lines
+        return [(str(file), _body(file, 1, text))]
     return [
         (f"{file}:{number}", _body(file, number, line))
         for number, line in enumerate(text.split("\n"), 1)
@@ -49,13 +49,15 @@ def _bodies(file: Path) -> list[tuple[str, dict[str, Any]]]:
     ]
 
 
-def _body(file: Path, number: int, line: str) -> dict[str, Any]:
+def _body(file: Path, number: int, text: str) -> dict[str, Any]:
+    """Return the object that the JSON is which begins in line `number` of a file."""
+    body, why = None, ""
     try:
-        body = json.loads(line)
+        body = json.loads(text)
+    except json.JSONDecodeError as error:
+        number, why = number + error.lineno - 1, f" ({error.msg}, column {error.colno})"
     except (ValueError, RecursionError):
-        body = None
+        pass
     if not isinstance(body, dict):
-        raise Refused(
-            f'{file}:{number}: no JSON object; write {{"messages": [...]}} or {{"prompt": "..."}} on one line'
-        )
+        raise Refused(f'{file}:{number}: no JSON object{why}; write {{"messages": [...]}} or {{"prompt": "..."}}')
     return body
