@@ -120,6 +120,8 @@ def test_nothing_of_a_served_conversation_is_in_logs_metrics_and_top(tmp_path):
             requests.post(f"{server.url}/v1/completions", json={"prompt": 7}, headers=headers, timeout=60)
         for body in ("{Xylograph", '["Xylograph"]', '{"messages": "Xylograph"}'):
             requests.post(f"{server.url}/v1/chat/completions", data=body, timeout=60)
+        longer = {"prompt": "a " * 5000, "max_tokens": 1, "cache_salt": "x"}  # than the tokenizer has a limit for
+        assert requests.post(f"{server.url}/v1/completions", json=longer, timeout=60).status_code in (200, 400)
         page = requests.get(f"{server.url}/metrics", timeout=60).text
         seen = [
             CliRunner().invoke(app, ["top", "--once", "--interval", "0.1", server.url, *more]).output

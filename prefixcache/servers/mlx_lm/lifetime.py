@@ -86,6 +86,10 @@ def start_logging(args: argparse.Namespace, options: ServeOptions, rank: int | N
         logging.captureWarnings(True)
         root.handlers[:] = [stderr]
         root.setLevel(args.log_level)
+    transformers = logging.getLogger("transformers")  # it has a handler of its own
+    transformers.handlers.clear()
+    transformers.propagate = True
+    transformers.setLevel(logging.ERROR)  # it would warn that a prompt is longer than the tokenizer's own limit
     whose = "" if rank is None else f"rank {rank} - "
     logging.basicConfig(level=args.log_level, format=f"%(asctime)s - {whose}%(levelname)s - %(message)s")
     for handler in root.handlers:
