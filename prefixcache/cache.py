@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import logging
+import math
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -399,6 +400,8 @@ class PrefixCache:
         behind a hit. With the setting `decline_slow_hits`, `fetch` declines a hit that would take clearly longer, or gives
         only what is hot of it, once both were measured a few times.
         """
+        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 <= seconds < math.inf:
+            raise ValueError(f"learn_prefill: seconds={seconds!r}: give the time that it took, 0 or more")
         self.rates.learn_prefill(as_model(model), number(tokens, "learn_prefill", "tokens"), seconds)
 
     def _bring(self, prompt: Prompt, leave: int, room: int | None) -> ReadAhead | None:

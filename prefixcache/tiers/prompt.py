@@ -152,7 +152,11 @@ class Prompt:
         return self._resumed(self.token_bytes + more.tobytes(), given)
 
     def first(self, count: int) -> Prompt:
-        """Return the first `count` tokens, such as those that are computed so far. Goes on from this one's walks."""
+        """Return the first `count` tokens, such as those that are computed so far. Goes on from this one's walks. ValueError
+        for less than 0.
+        """
+        if count < 0:
+            raise ValueError(f"first({count}): give a number of tokens, 0 or more")
         given = self._given_ids()[:count] if self.media else None
         return self._resumed(self.token_bytes[: count * TOKEN_BYTES], given)
 

@@ -121,6 +121,11 @@ def test_the_first_tokens_of_a_prompt_go_on_from_its_walk(cache, count):
     assert cache.match(prompt).ssd == len(PROMPT)
 
 
+def test_less_than_no_token_of_a_prompt_is_an_error(cache):
+    with pytest.raises(ValueError, match=r"first\(-1\): give a number of tokens, 0 or more"):
+        cache.prompt(PROMPT, model="m").first(-1)
+
+
 def test_the_first_tokens_of_a_prompt_are_stored_where_the_layers_have_seen_more(cache):
     prompt = cache.prompt([5] * 900, model="m")
     assert cache.store(prompt.first(512), states.sliceable([5] * 700)).tokens == 512

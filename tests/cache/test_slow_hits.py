@@ -138,3 +138,9 @@ def test_a_cache_learns_from_its_fetches_and_from_who_computes(cache):
 def test_a_bad_number_of_computed_tokens_is_named(cache, tokens):
     with pytest.raises((TypeError, ValueError), match="learn_prefill"):
         cache.learn_prefill(tokens, 1.0, model="m")
+
+
+@pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf"), "1", None])
+def test_a_bad_time_of_a_prefill_is_named(cache, seconds):
+    with pytest.raises(ValueError, match="learn_prefill: seconds="):
+        cache.learn_prefill(600, seconds, model="m")
