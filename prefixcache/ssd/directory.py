@@ -360,7 +360,7 @@ def refusal(path: Path, error: OSError | sqlite3.Error) -> DirectoryError:
     remedy = {
         errno.EACCES: kept,
         errno.EPERM: kept,
-        errno.EROFS: "on a read-only file system; name another directory",
+        errno.EROFS: "mount its disk for writing, or name another directory",
         errno.ENOSPC: "no space left on its disk; make room or name another directory",
         errno.ENOTDIR: "a part of the path is a file; name another directory",
         errno.ELOOP: "a link is in its place; move it away",

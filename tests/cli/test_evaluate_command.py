@@ -293,6 +293,10 @@ def test_a_model_that_is_not_there_or_is_none_is_refused(call, tmp_path):
     assert "no such folder; give a model's folder, or its name on Hugging Face" in done.stderr
     done = call("evaluate", tmp_path)
     assert done.exit_code == 2
+    assert f"{tmp_path}: no config.json in it; give a model's folder" in done.stderr
+    (tmp_path / "config.json").write_text("{}")
+    done = call("evaluate", tmp_path)
+    assert done.exit_code == 2
     assert f"{tmp_path}: mlx-lm can't load it: " in done.stderr
     done = call("evaluate", tmp_path, "--adapter-path", tmp_path / "none")
     assert done.exit_code == 2

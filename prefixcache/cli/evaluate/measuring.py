@@ -60,6 +60,8 @@ def load(name: str, adapter: str | None = None, float32: bool = False) -> Subjec
     folder = Path(name).expanduser()
     if not folder.exists() and not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
         raise Refused(f"{name}: no such folder; give a model's folder, or its name on Hugging Face (owner/name)")
+    if folder.exists() and not (folder / "config.json").is_file():
+        raise Refused(f"{name}: no config.json in it; give a model's folder")
     adapter = str(Path(adapter).expanduser()) if adapter is not None else None
     if adapter is not None and not Path(adapter).is_dir():
         raise Refused(f"--adapter-path {adapter}: no such folder; give the one that mlx_lm.lora wrote")

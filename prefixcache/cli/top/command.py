@@ -51,7 +51,7 @@ def top(
                 for _ in _watch(server, interval, out):
                     shown = True
     except (Away, NotOurs, ValueError) as error:
-        complain(f"{url}: {error}" if isinstance(error, Away) else str(error))
+        complain(f"{url}: {error}; is the server up, and this its address?" if isinstance(error, Away) else str(error))
         raise typer.Exit(2) from None
     except KeyboardInterrupt:
         raise typer.Exit(0 if shown else 128 + signal.SIGINT) from None
