@@ -14,7 +14,7 @@ import typer
 
 from prefixcache.cli.options import AsJson, CanonicalOptions, TokenizerOptions, with_options
 from prefixcache.cli.running.prompts import read_bodies
-from prefixcache.cli.text import Refused, print_json, refusing, safe
+from prefixcache.cli.text import Refused, many, print_json, refusing, safe
 
 if TYPE_CHECKING:
     from prefixcache.servers.compared_prompts import Comparison, RequestReader, Side
@@ -90,16 +90,16 @@ def _facts(compared: Comparison) -> dict[str, Any]:
 
 def _lines(compared: Comparison, names: tuple[str, str], rules: Sequence[str]) -> list[str]:
     sides, width = (compared.first, compared.second), max(len(safe(name)) for name in names)
-    lines = [f"{compared.common:,} tokens in common"]
+    lines = [f"{many(compared.common, 'token')} in common"]
     for name, side in zip(names, sides, strict=True):
-        lines.append(f"  {safe(name):{width}}  {side.tokens:,} tokens{_where(side, compared)}")
+        lines.append(f"  {safe(name):{width}}  {many(side.tokens, 'token')}{_where(side, compared)}")
     if not compared.are_same:
         for name, side in zip(names, sides, strict=True):
             lines += ["", f"{safe(name)}:", f"  {safe(side.before)}", f"  -> {safe(side.behind) or '(it ends here)'}"]
         lines.append("")
     for rule, tokens in compared.switched.items():
         how = "without" if rule in rules else "with"
-        lines.append(f"{how} rule {rule} of canonical text: {tokens:,} tokens in common")
+        lines.append(f"{how} rule {rule} of canonical text: {many(tokens, 'token')} in common")
     return lines
 
 

@@ -114,6 +114,8 @@ def test_a_request_that_goes_on_from_another_has_all_of_it_in_common(written, ca
     assert "; all of it is in common" in done.stdout
     assert "(it ends here)" in done.stdout
     assert "parts in the text" in done.stdout
+    other = call("explain", short, written("c.json", {"prompt": "two"}), "--model", MODEL)
+    assert other.stdout.startswith("1 token in common\n")  # the one that texts begin with
     same = call("explain", short, short, "--model", MODEL)
     assert same.stdout.count("\n") == 3
     assert "->" not in same.stdout
