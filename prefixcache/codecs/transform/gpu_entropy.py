@@ -118,20 +118,18 @@ def _packed(low: Array, high: Array, bits: int) -> Array:
 
 
 class Classes(NamedTuple):
-    """The classes of several groups' components, uint32 (groups, most), behind each group's zeros, and how many it has."""
+    """The classes of several groups' components, uint32 (groups, most), behind each group's zeros, and how many it has.
+    `of_groups` are each group's as bytes of int32.
+    """
 
     numbers: mx.array
     counts: mx.array
-    of_groups: Sequence[Array]
+    of_groups: tuple[bytes, ...]
 
     @classmethod
     def of(cls, of_groups: Sequence[Array]) -> Classes:
         """Join the classes of each group, int32 (components,)."""
-        counts = [len(classes) for classes in of_groups]
-        numbers = np.zeros((len(counts), padded_count(max(counts))), np.uint32)
-        for row, classes in zip(numbers, of_groups, strict=True):
-            row[: len(classes)] = classes
-        return cls(mx.array(numbers), mx.array(np.array(counts, np.uint32)), of_groups)
+        return _joined(tuple(classes.astype(np.int32).tobytes() for classes in of_groups))
 
     @property
     def most(self) -> int:
@@ -141,6 +139,19 @@ class Classes(NamedTuple):
         """Return values (groups, components, rows) of as many components as there are classes at most."""
         behind = self.most - values.shape[1]
         return mx.pad(values, [(0, 0), (0, behind), (0, 0)]) if behind else values
+
+
+@lru_cache(maxsize=16)
+def _joined(of_groups: tuple[bytes, ...]) -> Classes:
+    several = [np.frombuffer(classes, np.int32) for classes in of_groups]
+    numbers = np.zeros((len(several), padded_count(max(map(len, several)))), np.uint32)
+    for row, classes in zip(numbers, several, strict=True):
+        row[: len(classes)] = classes
+    joined = Classes(mx.array(numbers), mx.array(np.array([len(classes) for classes in several], np.uint32)), of_groups)
+    mx.eval(
+        joined.numbers, joined.counts
+    )  # MLX evaluates an array only on the thread that made it, and these are for all
+    return joined
 
 
 def padded_count(components: int) -> int:
@@ -170,7 +181,6 @@ def pack(
     """
     prepared = _prepare(tables)
     room = min(2 * classes.most + 2, entropy.MOST_WORDS + 1)
-    zeros = [_cost_of_zeros(tables, own.tobytes()) for own in classes.of_groups]
     heads, fine, decoded, scratch = kernels.pack(
         dialect(),
         [
@@ -181,7 +191,7 @@ def pack(
             classes.numbers,
             classes.counts,
             prepared.costs,
-            mx.array(np.stack(zeros)),
+            _costs_of_zeros(tables, classes.of_groups),
             prepared.codes,
             prepared.points,
         ],
@@ -194,11 +204,13 @@ def pack(
     return Packed(heads, fine, decoded.view(mx.float16), scratch, ends)
 
 
-@lru_cache(maxsize=256)
-def _cost_of_zeros(tables: Tables, classes: bytes) -> Array:
-    """Return what a row of zeros costs with each gain: int32 (gains,). `classes`: int32, a component each."""
-    shifted = np.frombuffer(classes, np.int32)[:, None] + np.arange(GAINS)
-    costs: Array = _prepare(tables).cost_of_0[shifted].sum(axis=0, dtype=np.int32)
+@lru_cache(maxsize=16)
+def _costs_of_zeros(tables: Tables, of_groups: tuple[bytes, ...]) -> mx.array:
+    """Return what a row of zeros of each group's classes costs with each gain: int32 (groups, gains)."""
+    cost_of_0, gains = _prepare(tables).cost_of_0, np.arange(GAINS)
+    shifted = [np.frombuffer(classes, np.int32)[:, None] + gains for classes in of_groups]
+    costs = mx.array(np.stack([cost_of_0[of_group].sum(axis=0, dtype=np.int32) for of_group in shifted]))
+    mx.eval(costs)
     return costs
 
 
