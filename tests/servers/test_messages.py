@@ -104,6 +104,9 @@ def test_an_agent_thinks_and_calls_tools_and_its_turn_is_hit(agent: Server):
 def test_an_answer_says_which_stop_sequence_ended_it(agent: Server):
     answer = create(agent, user("stop"), stop_sequences=["nowhere", "count."], max_tokens=100)
     assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", "count.")
+    answer = create(agent, user("stop"), stop_sequences=["nowhere", "me co"], max_tokens=100)  # in no token of its own
+    assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", "me co")
+    assert answer.content[-1].text == "\n\nLet "
     answer = create(agent, user("stop"), stop_sequences=["nowhere"], max_tokens=100, tools=TOOLS)
     assert (answer.stop_reason, answer.stop_sequence) == ("tool_use", None)
 

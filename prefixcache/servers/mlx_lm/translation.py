@@ -161,7 +161,8 @@ class Translation:
         stops = self._completion.body.get("stop") or ()
         for choice in chat["choices"]:
             if choice.get("finish_reason") == "stop" and stops:
-                choice["stop_reason"] = stop_text(self._generator.model_provider.tokenizer, stops, list(self._tokens))
+                tokenizer, tokens = self._generator.model_provider.tokenizer, list(self._tokens)
+                choice["stop_reason"] = self._completion.stopped_by or stop_text(tokenizer, stops, tokens)
         return chat
 
 

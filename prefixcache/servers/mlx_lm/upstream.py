@@ -24,12 +24,14 @@ from typing import Any, NoReturn, Protocol
 from mlx_lm import server, utils
 from mlx_lm.generate import BatchGenerator, stream_generate
 
+from prefixcache.servers.mlx_lm.stop_texts import StopTexts
 from prefixcache.servers.request_schema import RequestRefused
 from prefixcache.servers.told_answer import ToldAnswer
 from prefixcache.upstream import classes_of, download
 
 MLX_LM_0_31 = version("mlx-lm").startswith("0.31.")
 FINGERPRINT = server.get_system_fingerprint()
+STOP_TEXT = "stop text"  # a finish_reason at which mlx-lm's answer still takes the token's text
 
 
 # -- flags ------------------------------------------------------------------------------------------------------------
@@ -195,7 +197,7 @@ LONG = ("messages", "prompt", "tools")  # fields that mlx-lm's reading of a body
 class Completion(server.APIHandler):
     """mlx-lm's reading of a request's fields, and its answer, on the connection of `http`, a handler of ours. Its
     `complete(completion, request, answer)` has a request answered by `answer()`; its `send_cors_headers` lets pages read it.
-    `told`: what its client was told so far.
+    `told`: what its client was told so far. `stopped_by`: the stop text that has ended it, where its tokens were others.
 
     Patch: mlx-lm's handler owns its connection, so it is made without one and given a body of its own. RequestRefused for
     what it refuses: its own errors have another form, and it says 404 whatever a request failed of. Issue: none filed. Goes
@@ -208,8 +210,8 @@ class Completion(server.APIHandler):
         self._long = {} if debugging else {name: fields.pop(name) for name in LONG if name in fields}
         body = json.dumps(fields).encode()
         self.created, self.system_fingerprint = int(time.time()), FINGERPRINT
-        self.told = ToldAnswer()
-        self.response_generator, self.path = generator, http.path
+        self.told, self.stopped_by = ToldAnswer(), ""
+        self.response_generator, self._models, self.path = generator, generator.model_provider, http.path
         self.headers, self.rfile = {"Content-Length": str(len(body))}, io.BytesIO(body)
         self.wfile, self.send_response = http.wfile, http.send_response
         self.send_header, self.end_headers = http.send_header, http.end_headers
@@ -233,12 +235,39 @@ class Completion(server.APIHandler):
         return SimpleNamespace(model=model, chat_template_kwargs=self.chat_template_kwargs)
 
     def handle_completion(self, request: Any, stop_words: Any) -> None:
-        answer = partial(super().handle_completion, request, stop_words)
-        self._http.complete(self, request, answer)
+        self._http.complete(self, request, partial(self._answer, request, stop_words))
 
-    def generate_response(self, text: str, *args: Any, **more: Any) -> Any:
+    def _answer(self, request: Any, stop_words: Any) -> None:
+        """Answer, and end where a stop text does.
+
+        Patch: mlx-lm ends an answer at the tokens that a stop text has by itself. Where the model writes it in others, it
+        only takes the text out of the answer and goes on. Issue: none filed. Goes when it ends there.
+        """
+        if stop_words and not MLX_LM_0_31:  # which leaves such a text where it is
+            self.response_generator = SimpleNamespace(
+                generate=partial(self._generate, self.response_generator, request, StopTexts(stop_words))
+            )
+        super().handle_completion(request, stop_words)
+
+    def _generate(self, generator: Any, request: Any, stops: StopTexts, *args: Any, **options: Any) -> Any:
+        context, responses = generator.generate(*args, **options)
+
+        def until_stop() -> Iterator[Any]:
+            for response in responses:
+                end = stops.end_in(response.text) if response.finish_reason != "stop" else None
+                if end is not None:
+                    self.stopped_by, request.request_log.end = stops.found, "stop"
+                    yield replace(response, text=response.text[:end], finish_reason=STOP_TEXT)
+                    return
+                yield response
+
+        return context, until_stop()
+
+    def generate_response(self, text: str, finish_reason: str | None, *args: Any, **more: Any) -> Any:
         self.told.add(text, more.get("tool_calls"), more.get("reasoning_text"))
-        response = super().generate_response(text, *args, **more)
+        if finish_reason == STOP_TEXT:
+            finish_reason = "tool_calls" if self.told.calls else "stop"
+        response = super().generate_response(text, finish_reason, *args, **more)
         if more.get("token_logprobs"):
             response["choices"][0]["logprobs"] = {"content": self._logprobs(**more)}
         return response
@@ -251,7 +280,7 @@ class Completion(server.APIHandler):
         Patch: mlx-lm names no token, or with `top_logprobs` any of the likeliest as the one that was sampled, unsorted.
         Issue: none filed. Goes when its are OpenAI's.
         """
-        names = self.response_generator.model_provider.tokenizer.convert_ids_to_tokens(tokens)
+        names = self._models.tokenizer.convert_ids_to_tokens(tokens)
         tops = [sorted(top, key=lambda one: -one["logprob"]) for top in top_tokens] or [[] for _ in tokens]
         return [
             {"id": token, "token": name, "logprob": logprob, "top_logprobs": top}
