@@ -142,6 +142,16 @@ def test_stop_words_end_an_answer_that_is_hit_later(pair, stream):
 
 
 @DENSE
+@pytest.mark.skipif(MLX_LM_0_31, reason="it finds the tokens that a stop text has by itself")
+@pytest.mark.parametrize("more", [{}, {"stream": True}, {"seed": 1}], ids=str)  # with a seed it is served by itself
+def test_what_a_stop_text_may_begin_with_is_not_lost(pair, tmp_path, more):
+    parrot = str(save_parrot(tmp_path / "parrot", ["One.", " Qxr", "ready~", " Two."], template=TEMPLATE))
+    for stop, told in (("ready~", "One. Qxr"), ("Two.fold", "One. Qxrready~ Two."), ("y~ T", "One. Qxrread")):
+        answer = ask(pair.served, [{"role": "user", "content": "hello"}], model=parrot, stop=[stop], **more)
+        assert (answer.text, answer.finish) == (told, "stop")
+
+
+@DENSE
 def test_logprobs_are_those_of_an_answer_without_a_cache(pair):
     messages = [{"role": "user", "content": text(100, "probable")}]
     ask(pair.served, messages)

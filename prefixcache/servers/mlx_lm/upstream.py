@@ -210,7 +210,7 @@ class Completion(server.APIHandler):
         self._long = {} if debugging else {name: fields.pop(name) for name in LONG if name in fields}
         body = json.dumps(fields).encode()
         self.created, self.system_fingerprint = int(time.time()), FINGERPRINT
-        self.told, self.stopped_by = ToldAnswer(), ""
+        self.told, self.stopped_by, self._is_stopped = ToldAnswer(), "", False
         self.response_generator, self._models, self.path = generator, generator.model_provider, http.path
         self.headers, self.rfile = {"Content-Length": str(len(body))}, io.BytesIO(body)
         self.wfile, self.send_response = http.wfile, http.send_response
@@ -241,7 +241,8 @@ class Completion(server.APIHandler):
         """Answer, and end where a stop text does.
 
         Patch: mlx-lm ends an answer at the tokens that a stop text has by itself. Where the model writes it in others, it
-        only takes the text out of the answer and goes on. Issue: none filed. Goes when it ends there.
+        only takes the text out of the answer and goes on; and an answer's last characters are lost where a stop text may
+        begin with them. Issue: none filed. Goes when it ends there.
         """
         if stop_words and not MLX_LM_0_31:  # which leaves such a text where it is
             self.response_generator = SimpleNamespace(
@@ -254,18 +255,30 @@ class Completion(server.APIHandler):
 
         def until_stop() -> Iterator[Any]:
             for response in responses:
-                end = stops.end_in(response.text) if response.finish_reason != "stop" else None
-                if end is not None:
-                    self.stopped_by, request.request_log.end = stops.found, "stop"
-                    yield replace(response, text=response.text[:end], finish_reason=STOP_TEXT)
+                if (last := self._last(response, stops)) is not None:
+                    self.stopped_by, self._is_stopped, request.request_log.end = stops.found, True, "stop"
+                    yield last
                     return
                 yield response
 
         return context, until_stop()
 
+    def _last(self, response: Any, stops: StopTexts) -> Any:
+        """Return the last response of an answer that ends with this one, with a reason for which mlx-lm leaves out the stop
+        text alone; None where the answer goes on, or where that can't be told.
+        """
+        text, end = response.text, stops.end_in(response.text)
+        if end is None and response.finish_reason == "stop":
+            if response.token in self._models.tokenizer.eos_token_ids:
+                return replace(response, finish_reason="length")  # what a stop text may begin with is told
+            text += self._models.tokenizer.decode([response.token])  # it is left out of a batch's
+            end = stops.end_in(text[len(response.text) :])
+            end = None if end is None else end + len(response.text)
+        return None if end is None else replace(response, text=text[:end], finish_reason=STOP_TEXT)
+
     def generate_response(self, text: str, finish_reason: str | None, *args: Any, **more: Any) -> Any:
         self.told.add(text, more.get("tool_calls"), more.get("reasoning_text"))
-        if finish_reason == STOP_TEXT:
+        if finish_reason is not None and self._is_stopped:
             finish_reason = "tool_calls" if self.told.calls else "stop"
         response = super().generate_response(text, finish_reason, *args, **more)
         if more.get("token_logprobs"):
