@@ -18,7 +18,7 @@ from prefixcache.cli.calibrate.making import HELD_BACK
 from prefixcache.cli.calibrate.options import Calibration
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
-DIGEST = "e9eae0dd7544cce19eeed043eadf162e"  # of the default text: who changes it changes the bases of all models
+DIGEST = "46436929d81ad70f138394ecaeb4f54a"  # of the default text: who changes it changes the bases of all models
 
 
 @pytest.fixture(scope="module")
@@ -232,4 +232,4 @@ def test_the_default_text_makes_the_windows_of_a_calibration(defaults, model):
 def test_every_file_of_the_corpus_is_read(defaults):
     cut = [bytes(window) for window in windows(defaults, utf8, 128, 1024).read]
     read = {text.name: sum(window in text.text.encode() for window in cut) for text in defaults}
-    assert all(read[text.name] in ((4, 5) if text.kind == "languages" else (2, 3)) for text in defaults)
+    assert all(read[text.name] in ((4, 5) if text.kind == "languages" else (1, 2)) for text in defaults)

@@ -27,7 +27,7 @@ class Calibration:
             "--text", metavar="FILE", help="Read this text; may be given again. Without it: a mix of many kinds."
         ),
     ] = None
-    windows: Annotated[int, typer.Option(min=1, help="Pieces of text that the model reads.")] = 48
+    windows: Annotated[int, typer.Option(min=1, help="Pieces of text that the model reads.")] = 64
     tokens: Annotated[int, typer.Option(min=16, help="Tokens of each.")] = 2048
     draws: Annotated[
         int, typer.Option(min=1, help="Gradients that weigh errors, in all; each is one pass forth and back.")
