@@ -209,7 +209,7 @@ def test_a_directory_on_a_read_only_file_system_can_be_looked_at_but_not_opened(
     put_prompts(cache, 1)
     cache.close()
     assert not mount("-o", "remount,ro", disk)
-    with pytest.raises(DirectoryError, match="read-only"):
+    with pytest.raises(DirectoryError, match="mount its disk for writing"):
         opened(ssd_dir=disk / "ssd")
     assert reconcile(disk / "ssd", dry_run=True, deep=True).clean
     assert "read-only" in reconcile(disk / "ssd").error
