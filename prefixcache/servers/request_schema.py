@@ -149,7 +149,11 @@ class GenerationRequest(BaseModel):
         Said(
             f"a string or a list of strings, none of them empty or longer than {STOP_LIMIT:,} characters, {STOPS} at most"
         ),
-    ] = Field(None, description="Texts that end the answer, in whichever tokens it has them.")
+    ] = Field(
+        None,
+        description="Texts that end the answer, in whichever tokens it has them; with mlx-lm 0.31 in those that a text has by "
+        "itself.",
+    )
     seed: Annotated[int, Field(ge=0, le=2**64 - 1)] | None = Field(
         None, description="Makes sampling repeatable; the request is served by itself."
     )

@@ -130,15 +130,24 @@ def test_a_text_goes_on_as_without_a_cache(pair):
 def test_stop_words_end_an_answer_that_is_hit_later(pair, stream):
     messages = [{"role": "user", "content": text(100, f"stop {stream}")}]
     whole = ask(pair.plain, messages)
-    for first in range(
-        len(whole.text) // 3, len(whole.text) // 3 + 4
-    ):  # the model writes them in other tokens than they have
-        word = whole.text[first:][:4]
-        served = ask(pair.served, messages, stop=["nowhere", word], stream=stream)
-        assert (served.text, served.finish) == (whole.text[: whole.text.find(word)], "stop")
+    word = whole.text.strip()[len(whole.text) // 3 :][:4]
+    served = ask(pair.served, messages, stop=[word], stream=stream)
+    if MLX_LM_0_31:  # later releases cut a text out that the model writes in other tokens
+        assert said([served]) == said([ask(pair.plain, messages, stop=[word], stream=stream)])
     after = ask(pair.served, messages)
     assert said([after]) == said([whole])
     assert after.computed == 1
+
+
+@DENSE
+@pytest.mark.skipif(MLX_LM_0_31, reason="it finds the tokens that a stop text has by itself")
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_text_ends_an_answer_in_whichever_tokens_it_is_written(pair, stream):
+    messages = [{"role": "user", "content": text(100, f"written {stream}")}]
+    whole = ask(pair.plain, messages).text
+    for word in (whole[first:][:4] for first in range(len(whole) // 3, len(whole) // 3 + 4)):
+        served = ask(pair.served, messages, stop=["nowhere", word], stream=stream)
+        assert (served.text, served.finish) == (whole[: whole.find(word)], "stop")
 
 
 @DENSE
