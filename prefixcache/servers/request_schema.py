@@ -151,8 +151,8 @@ class GenerationRequest(BaseModel):
         ),
     ] = Field(
         None,
-        description="Texts that end the answer, in whichever tokens it has them; with mlx-lm 0.31 in those that a text has by "
-        "itself.",
+        description="Texts that end the answer, in whichever tokens it has them; with mlx-lm 0.31 in those that a text has "
+        "by itself.",
     )
     seed: Annotated[int, Field(ge=0, le=2**64 - 1)] | None = Field(
         None, description="Makes sampling repeatable; the request is served by itself."
