@@ -279,15 +279,19 @@ class Prompt:
         if last is None or self._may_end_in(last, namespace, tier):
             return walk
         assert last.parent is not None
-        siblings, tokens = last.parent.children, self.token_bytes[last.start * TOKEN_BYTES :]
-        place, nearest = bisect_left(last.parent.child_tokens, tokens), Nearest(None, 0)
-        for side in (range(place - 1, -1, -1), range(place, len(siblings))):
-            for sibling, shared in ((siblings[i], common_tokens(siblings[i].tokens, tokens)) for i in side):
-                if shared <= nearest.shared:
-                    break
-                if self._may_end_in(sibling, namespace, tier):
-                    nearest = Nearest(sibling, shared)
-                    break
+        tokens = self.token_bytes[last.start * TOKEN_BYTES :]
+        tiers, only_tails = tiers_to(tier), self._hits_whole_blocks(namespace)
+        there = [
+            node
+            for node in last.parent.children
+            if not (only_tails and node.is_whole) and node.rows is not None and node.rows.tiers & tiers
+        ]
+        place, nearest = bisect_left(there, tokens, key=lambda node: node.tokens), Nearest(None, 0)
+        for side in (reversed(there[:place]), there[place:]):
+            node = next((node for node in side if self._may_end_in(node, namespace, tier)), None)
+            shared = common_tokens(node.tokens, tokens) if node is not None else 0
+            if shared > nearest.shared:
+                nearest = Nearest(node, shared)
         if nearest.child is not None and nearest.shared == nearest.child.end - nearest.child.start:
             return walk._replace(path=[*path, nearest.child], partial=None, shared=0)
         return walk._replace(path=path, partial=nearest.child, shared=nearest.shared)

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefixcache import PrefixCache
-from prefixcache.blocks.node import Node
+from prefixcache.blocks.node import Node, common_tokens
 from prefixcache.image_format import ROWS
+from prefixcache.tiers import prompt as tiers_prompt
 from tests.inside import inside
 from tests.models import states
 
@@ -81,6 +82,28 @@ def test_what_the_ssd_alone_has_hides_nothing_that_ram_has(tmp_path, codec, aske
         assert asked - len(cache.fetch(prompt, leave=0)[1]) == 300
         assert cache.match(prompt) == (300, min(asked, 400))
         cache.check_integrity()
+
+
+@pytest.mark.parametrize("codec", ["raw", CODEC])
+def test_blocks_in_which_no_hit_may_end_cost_no_comparison_of_tokens(tmp_path, monkeypatch, codec):
+    """Those of which the SSD alone has the rows, and whole ones of codes."""
+    compared: list[int] = []
+
+    def common(one: bytes, other: bytes) -> int:
+        compared.append(1)
+        return common_tokens(one, other)
+
+    with PrefixCache(ram="20MB", codec=codec, ssd_dir=tmp_path / "ssd", ssd="50MB") as cache:
+        for number in range(50):
+            tokens = [*PROMPT[:100], 3000 + number, *PROMPT[:155]]
+            prompt = cache.prompt(tokens, model="m", whole_blocks=True)
+            states.stored_in_steps(cache, prompt, states.LAYERS["every token"](), 0, 256)
+        cache.flush(30)
+        if codec == "raw":
+            cache.trim_to(0)
+        monkeypatch.setattr(tiers_prompt, "common_tokens", common)
+        assert cache.match(cache.prompt([*PROMPT[:100], 3025, 9, 9], model="m", whole_blocks=True)).ram == 0
+        assert not compared
 
 
 def test_it_comes_back_from_the_ssd(tmp_path):
