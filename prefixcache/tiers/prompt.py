@@ -273,14 +273,17 @@ class Prompt:
         the block beside it, such as a turn's tail, that shares most of those where it can.
         """
         walk = self.walk(namespace)
+        tiers, only_tails = tiers_to(tier), self._hits_whole_blocks(namespace)
         path, last = walk.path, walk.partial
-        if last is None and path and not path[-1].is_whole:
+        if path and (path[-1].rows is None or not path[-1].rows.tiers & tiers):
+            here = next(i for i, node in enumerate(path) if node.rows is None or not node.rows.tiers & tiers)
+            path, last = path[:here], path[here]
+        elif last is None and path and not path[-1].is_whole:
             path, last = path[:-1], path[-1]
         if last is None or self._may_end_in(last, namespace, tier):
             return walk
         assert last.parent is not None
         tokens = self.token_bytes[last.start * TOKEN_BYTES :]
-        tiers, only_tails = tiers_to(tier), self._hits_whole_blocks(namespace)
         there = [
             node
             for node in last.parent.children

@@ -84,6 +84,17 @@ def test_what_the_ssd_alone_has_hides_nothing_that_ram_has(tmp_path, codec, aske
         cache.check_integrity()
 
 
+def test_a_block_without_rows_hides_no_tail(tmp_path):
+    """What goes on behind it may stay where its rows were deleted."""
+    with PrefixCache(ram="20MB", codec="raw", ssd_dir=tmp_path / "ssd", ssd="50MB") as cache:
+        states.put(cache, PROMPT[:300])
+        cache.flush(30)
+        cache.drop_hit(cache.prompt(PROMPT[:200], model="m"), 200)
+        states.put(cache, PROMPT[:100])
+        assert cache.match(PROMPT[:280], model="m") == (100, 100)
+        cache.check_integrity()
+
+
 @pytest.mark.parametrize("codec", ["raw", CODEC])
 def test_blocks_in_which_no_hit_may_end_cost_no_comparison_of_tokens(tmp_path, monkeypatch, codec):
     """Those of which the SSD alone has the rows, and whole ones of codes."""
