@@ -283,7 +283,7 @@ class Prompt:
         if last is None or self._may_end_in(last, namespace, tier):
             return walk
         assert last.parent is not None
-        tokens = self.token_bytes[last.start * TOKEN_BYTES :]
+        tokens = self.token_bytes[last.start * TOKEN_BYTES : (last.start + BLOCK) * TOKEN_BYTES]
         there = [
             node
             for node in last.parent.children
