@@ -4,7 +4,8 @@ A heap keeps freed images in arenas of each thread (glibc), so the process grows
 costs a page fault for every 4 kB. Here freed memory is kept for the next images, up to the budgets' free bytes plus a 16th of
 the budgets. `take` is called wherever an image comes into being, `release_kept` by who wants to give free memory back.
 
-Memory that nobody uses is `kept` (its pages are the process's) or `clean` (address space only). Decision 0009 says why.
+Memory that nobody uses is `kept` (its pages are the process's) or `clean` (address space only). Decision 0009 says why, and
+why regions are in huge pages at first.
 """
 
 from __future__ import annotations
@@ -111,6 +112,7 @@ class Pool:
         self._budgets: WeakSet[Any] = WeakSet()
         self._left: deque[Extent] = deque()  # by images that are gone, not kept yet
         self._regions: dict[int, mmap.mmap] = {}
+        self._in_huge_pages: set[int] = set()  # numbers of regions none of whose memory was given back
         self._numbers = 0
         self._used = 0  # bytes of the extents that images have
         self._kept = FreeSpace()
@@ -159,6 +161,7 @@ class Pool:
             for number, region in list(self._regions.items()):
                 if self._clean.remove(number * SPAN, len(region)):
                     del self._regions[number]
+                    self._in_huge_pages.discard(number)
         self._drain()
 
     def _drain(self) -> None:
@@ -190,7 +193,12 @@ class Pool:
         """Give kept memory to the system, the smallest extents first, until no more than `limit` bytes are kept."""
         while self._kept and self._kept.nbytes > limit:
             start, nbytes = self._kept.pop_smallest()
-            self._regions[start // SPAN].madvise(mmap.MADV_DONTNEED, start % SPAN, nbytes)
+            number = start // SPAN
+            region = self._regions[number]
+            if number in self._in_huge_pages:  # else the system may fill the gap again to join it with its neighbours
+                self._in_huge_pages.remove(number)
+                region.madvise(mmap.MADV_NOHUGEPAGE)
+            region.madvise(mmap.MADV_DONTNEED, start % SPAN, nbytes)
             self._clean.add(start, nbytes)
 
     def _clean_extent(self, nbytes: int) -> int | None:
@@ -204,6 +212,11 @@ class Pool:
             return None
         self._numbers += 1
         self._regions[self._numbers] = region
+        try:
+            region.madvise(mmap.MADV_HUGEPAGE)
+            self._in_huge_pages.add(self._numbers)
+        except OSError:
+            pass  # a system without them
         self._clean.add(self._numbers * SPAN, size)
         return self._clean.take(nbytes)
 

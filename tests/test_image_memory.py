@@ -75,6 +75,31 @@ def test_neighbours_that_are_free_are_one():
     assert pool.kept_bytes == 0
 
 
+def flags_of(memory: np.ndarray) -> set[str]:
+    """The flags of the mapping that this memory is in, as Linux names them: "hg" asks for huge pages, "nh" for none."""
+    inside = False
+    for name, *rest in map(str.split, Path("/proc/self/smaps").read_text().splitlines()):
+        if not name.endswith(":"):
+            first, last = (int(bound, 16) for bound in name.split("-"))
+            inside = first <= memory.ctypes.data < last
+        elif inside and name == "VmFlags:":
+            return set(rest)
+    raise AssertionError("no such mapping")
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").is_dir(), reason="a Linux without huge pages")
+def test_a_region_has_huge_pages_until_some_of_it_was_given_back():
+    pool, budget = pool_of(10_000_000)
+    parts = [taken(pool, 1_000_000) for _ in range(5)]
+    assert "hg" in flags_of(parts[0])
+    del parts[2]
+    assert "hg" in flags_of(parts[0]), "what is kept is used again as it is"
+    budget.resize(4_000_000)
+    del parts[1]
+    assert "nh" in flags_of(parts[0]), "the system would fill the gap again"
+    assert "hg" in flags_of(taken(pool, image_memory.REGION))
+
+
 def test_the_memory_lives_as_long_as_any_view_of_it():
     pool, _ = pool_of(10_000_000)
     view = taken(pool, 1_000_000)[5:10].view("u1").reshape(5, 1)

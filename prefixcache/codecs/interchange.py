@@ -97,10 +97,12 @@ def copy_out(array: mx.array) -> Array:
     return copy
 
 
-def copy_into(array: mx.array | Array, targets: Sequence[Array]) -> None:
-    """Copy an array's elements, in C order, into arrays of its element type that take them one after the other."""
+def copy_into(array: mx.array | Array, targets: Sequence[Array], address: mx.array | None = None) -> None:
+    """Copy an array's elements, in C order, into arrays of its element type that take them one after the other. `address`:
+    where it lies on a GPU, as far as that is known.
+    """
     if isinstance(array, mx.array) and pinned.takes(array.nbytes, targets):
-        pinned.from_gpu(array, targets)
+        pinned.from_gpu(array, targets, address)
         return
     elements = (borrow(array) if isinstance(array, mx.array) else array).reshape(-1)
     ends = list(accumulate(target.size for target in targets))
@@ -113,14 +115,35 @@ def copy_into(array: mx.array | Array, targets: Sequence[Array]) -> None:
 
 
 class CopyOut(NamedTuple):
-    """Encoded rows or levels, and the parts of an image's tensors that take them one after the other."""
+    """Encoded rows or levels, and the parts of an image's tensors that take them one after the other. `address`: where they
+    lie on a GPU, as far as that is known.
+    """
 
     array: mx.array | Array
     targets: list[Array]
+    address: mx.array | None = None
 
     def run(self) -> None:
         """Copy, once they are encoded. On any thread."""
-        copy_into(self.array, self.targets)
+        copy_into(self.array, self.targets, self.address)
+
+
+def located(copies: Sequence[CopyOut]) -> list[CopyOut]:
+    """Return the copies with the addresses that a GPU will tell, of arrays in one piece. Another thread that makes them then
+    launches nothing, which would wait for what is computed by then.
+    """
+    crossing = {i: copy.array for i, copy in enumerate(copies) if isinstance(copy.array, mx.array) and _by_engine(copy)}
+    whole = [mx.contiguous(array) for array in crossing.values()]
+    addresses = pinned.located(whole) if whole else []
+    mx.async_eval(addresses)
+    ready = list(copies)
+    for i, array, address in zip(crossing, whole, addresses, strict=True):
+        ready[i] = CopyOut(array, copies[i].targets, address)
+    return ready
+
+
+def _by_engine(copy: CopyOut) -> bool:
+    return pinned.takes(copy.array.nbytes, copy.targets)
 
 
 def bring_in(array: Array, dtype: str) -> mx.array:

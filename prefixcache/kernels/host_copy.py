@@ -1,7 +1,8 @@
-"""Kernels that copy between the host's pinned memory, which a GPU reads and writes by its address, and the GPU's own."""
+"""Kernels that copy from pinned memory of the host, by its address, and that tell the addresses of a GPU's arrays."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import mlx.core as mx
@@ -9,6 +10,7 @@ import mlx.core as mx
 from .dialects import Dialect, Kernel, KernelSource, build, defines, launch
 
 THREADS = 256
+MOST = 16  # arrays that one kernel tells the addresses of
 GROUPS = 128  # enough for the bus, and most of the GPU stays free for others
 
 BODY = """
@@ -29,16 +31,9 @@ TO_GPU = KernelSource(
     defines({"THREADS": THREADS}),
     "  const u32* from = reinterpret_cast<const u32*>(address[0]);\n  u32* to = copied;\n" + BODY + "  done[0] = 1;\n",
 )
-FROM_GPU = KernelSource(
-    "from_gpu",
-    ("copied", "address", "size"),
-    ("done",),
-    defines({"THREADS": THREADS}),
-    "  const u32* from = copied;\n  u32* to = reinterpret_cast<u32*>(address[0]);\n" + BODY + "  done[0] = 1;\n",
-)
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=32)
 def _kernel(dialect: Dialect, source: KernelSource) -> Kernel:
     return build(dialect, source)
 
@@ -52,13 +47,17 @@ def to_gpu(dialect: Dialect, address: mx.array, words: int) -> tuple[mx.array, m
     return copied, done
 
 
-def from_gpu(dialect: Dialect, copied: mx.array, address: mx.array) -> mx.array:
-    """Copy uint32 (words,), which lies in one piece, to an address, uint64 (1,), of pinned memory.
-    Return an array that is there once they are written. Lazy.
-    """
-    inputs = [copied, address, _size(address, len(copied))]
-    (done,) = launch(_kernel(dialect, FROM_GPU), inputs, [((1,), mx.uint32)], GROUPS, THREADS)
-    return done
+def addresses(dialect: Dialect, arrays: Sequence[mx.array]) -> list[mx.array]:
+    """Return where up to `MOST` arrays lie on the GPU, each uint64 (1,), there once all of them are computed. Lazy."""
+    outputs = [((1,), mx.uint64)] * len(arrays)
+    return list(launch(_kernel(dialect, _addresses_of(len(arrays))), list(arrays), outputs, 1, 1))
+
+
+@lru_cache(maxsize=MOST)
+def _addresses_of(arrays: int) -> KernelSource:
+    inputs, outputs = [tuple(f"{name}{i}" for i in range(arrays)) for name in ("array", "address")]
+    body = "".join(f"  address{i}[0] = reinterpret_cast<u64>(array{i});\n" for i in range(arrays))
+    return KernelSource("addresses", inputs, outputs, "", body)
 
 
 def _size(anything: mx.array, words: int) -> mx.array:

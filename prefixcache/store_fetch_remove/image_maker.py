@@ -14,7 +14,7 @@ import numpy as np
 
 from prefixcache.blocks.masks import extra_of, mask_from, mask_of, window_key
 from prefixcache.blocks.node import Node
-from prefixcache.codecs.interchange import CopyOut, on_cpu
+from prefixcache.codecs.interchange import CopyOut, located, on_cpu
 from prefixcache.codecs.threads import WORTH_A_THREAD, share_out
 from prefixcache.codecs.transform.coding import Codes
 from prefixcache.image_format import ROWS, SNAPSHOT, WINDOW, Blueprint, HeaderFields, Image, ImageDraft, ImageKind, Spec
@@ -263,7 +263,9 @@ class LiveMaker:
         self._write_joined(jobs, drafts)
         for section, rows in targets.values():
             copies += encode(section, self._leaves, rows, self._back)
-        if not self._copies_later:  # windows and codes need both the live cache and what it is encoded to
+        if self._copies_later:
+            copies = located(copies)
+        else:  # windows and codes need both the live cache and what it is encoded to
             _run(copies)
             copies = []
             for last in last_moves:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefixcache.codecs import interchange, pinned
-from prefixcache.codecs.interchange import bring_in, bring_in_stacked, copy_into, copy_out
+from prefixcache.codecs.interchange import CopyOut, bring_in, bring_in_stacked, copy_into, copy_out, located
 from prefixcache.kernels.dialects import DIALECTS
 
 BUFFER, PIECE = 1 << 12, 1 << 8
@@ -26,10 +26,30 @@ def to_gpu(dialect, address, words):
     return mx.array(np.frombuffer(memory, np.uint32)), mx.zeros((1,), mx.uint32)
 
 
-def from_gpu(dialect, copied, address):
-    source = np.asarray(copied)
-    ctypes.memmove(address_of(address), source.ctypes.data, source.nbytes)
-    return mx.zeros((1,), mx.uint32)
+def addresses(dialect, arrays):
+    lying = [interchange.borrow(array) for array in arrays]
+    assert all(array.flags.c_contiguous for array in lying)
+    return [mx.array(np.array([array.ctypes.data], np.uint64)) for array in lying]
+
+
+class Driver:
+    """Copies when it is waited for, as late as a GPU may."""
+
+    def __init__(self):
+        self.begun = {}
+
+    def pinned(self, nbytes):
+        return np.zeros(nbytes, np.uint8)
+
+    def stream(self):
+        return object()
+
+    def begin_copy(self, memory, address, nbytes, stream):
+        assert stream not in self.begun, "a buffer is filled again before it was emptied"
+        self.begun[stream] = memory.ctypes.data, address, nbytes
+
+    def wait(self, stream):
+        ctypes.memmove(*self.begun.pop(stream))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -38,9 +58,10 @@ def small_buffers():
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (("BUFFER", BUFFER), ("PIECE", PIECE), ("LEAST", 1)):
             patch.setattr(pinned, name, value)
-        patch.setattr(pinned, "_pinned", lambda nbytes: np.zeros(nbytes, np.uint8))
+        patch.setattr(pinned, "Driver", Driver)
+        patch.setattr(pinned, "dialect_here", lambda: DIALECTS["cuda"])
         patch.setattr(pinned.host_copy, "to_gpu", to_gpu)
-        patch.setattr(pinned.host_copy, "from_gpu", from_gpu)
+        patch.setattr(pinned.host_copy, "addresses", addresses)
         lanes = pinned._lanes_of.__wrapped__(DIALECTS["cuda"])
         patch.setattr(pinned, "_lanes", lambda: lanes)
         yield
@@ -70,6 +91,15 @@ def test_arrays_leave_and_arrive_bit_for_bit(seed, dtype, shapes, strided):
     targets = [np.zeros_like(np.repeat(array, 2, axis=1))[:, : array.shape[1]] for array in arrays]
     copy_into(there, targets)
     assert [target.tobytes() for target in targets] == [array.tobytes() for array in arrays]
+
+    turned = mx.array(rng.integers(0, 256, (3, 4, 8), np.uint8))
+    copies = [CopyOut(mx.swapaxes(turned, 0, 1), [np.zeros((4, 3, 8), np.uint8)]), CopyOut(flat, [np.zeros_like(flat)])]
+    for copy in located(copies):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.delattr(pinned.host_copy, "addresses")  # nothing is launched where copies are made
+            copy.run()
+    assert np.array_equal(copies[0].targets[0], np.asarray(turned).swapaxes(0, 1))
+    assert copies[1].targets[0].tobytes() == flat.tobytes()
 
     stacked = bring_in_stacked([arrays[0], arrays[0][::-1]])
     assert np.array_equal(np.asarray(stacked), np.stack([arrays[0], arrays[0][::-1]]).view(np.asarray(stacked).dtype))
