@@ -14,8 +14,9 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
+from functools import lru_cache
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -165,37 +166,56 @@ class Image:
         return self.header()[1]
 
 
+class TensorTable(NamedTuple):
+    """Tensors in the order in which they lie, as a header describes them (JSON), and the bytes that they take."""
+
+    specs: tuple[Spec, ...]
+    described: str
+    nbytes: int
+
+
+@lru_cache(maxsize=256)  # the blocks of a model have the same few
+def _table_of(specs: tuple[Spec, ...]) -> TensorTable:
+    # Wide elements first: every tensor then starts at a multiple of its element's size.
+    specs = tuple(sorted(specs, key=lambda spec: -DTYPES[spec.dtype].itemsize))
+    table, at = {}, 0
+    for spec in specs:
+        table[spec.name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [at, at + spec.nbytes]}
+        at += spec.nbytes
+    return TensorTable(specs, _json(table), at)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=True)
+
+
 class Blueprint:
     """An image before its bytes: `nbytes` is exact, so that the room can be reserved first."""
 
     def __init__(self, fields: HeaderFields, specs: list[Spec]):
         self.fields = fields
-        # Wide elements first: every tensor then starts at a multiple of its element's size.
-        self._specs = sorted(specs, key=lambda spec: -DTYPES[spec.dtype].itemsize)
+        self._table = _table_of(tuple(specs))
         described = {"checksum": _BLANK.decode(), "format": str(FORMAT), **fields._asdict(), "start": str(fields.start)}
-        table: dict[str, Any] = {"__metadata__": described}
-        at = 0
-        for spec in self._specs:
-            table[spec.name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [at, at + spec.nbytes]}
-            at += spec.nbytes
-        header = json.dumps(table, separators=(",", ":"), ensure_ascii=True).encode()
+        tensors = self._table.described[1:] if specs else "}"
+        header = f'{{"__metadata__":{_json(described)}{"," * bool(specs)}{tensors}'.encode()
         self._header = header + b" " * (-len(header) % _ALIGN)
         if len(self._header) > HEADER_LIMIT:
             raise ValueError(f"a header of {len(self._header)} bytes: an image's is at most {HEADER_LIMIT}")
-        self.nbytes = 8 + len(self._header) + at
+        self.nbytes = 8 + len(self._header) + self._table.nbytes
 
     def draft(self) -> ImageDraft:
         """Take the memory and lay out the arrays to fill."""
-        return ImageDraft(self._header, self._specs, self.nbytes)
+        return ImageDraft(self._header, self._table.specs, self.nbytes)
 
 
 class ImageDraft:
-    """An image being filled: `tensors[name]` are writable arrays; `seal()` ends the writing."""
+    """An image being filled: `tensors[name]` are writable arrays; `seal()` ends the writing. Until then nothing here touches
+    the memory: new pages take longer than all the rest of it, and whoever generates is not to wait for them.
+    """
 
-    def __init__(self, header: bytes, specs: list[Spec], nbytes: int):
+    def __init__(self, header: bytes, specs: Sequence[Spec], nbytes: int):
+        self._header = header
         self._data = image_memory.take(nbytes)
-        self._data[:8] = np.frombuffer(len(header).to_bytes(8, "little"), np.uint8)
-        self._data[8 : 8 + len(header)] = np.frombuffer(header, np.uint8)
         self.tensors: dict[str, np.ndarray] = {}
         at = 8 + len(header)
         for spec in specs:
@@ -203,7 +223,9 @@ class ImageDraft:
             at += spec.nbytes
 
     def seal(self) -> Image:
-        """Write the checksum in; from here on the bytes don't change."""
+        """Write the header with its checksum; from here on the bytes don't change."""
+        opening = len(self._header).to_bytes(8, "little") + self._header
+        self._data[: len(opening)] = np.frombuffer(opening, np.uint8)
         self._data[_CHECKSUM] = np.frombuffer(_digest(self._data).encode(), np.uint8)
         self.tensors = {}
         return Image(self._data)

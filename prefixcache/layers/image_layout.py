@@ -85,10 +85,14 @@ def read(prompt_cache: Any) -> Reading:
         )
     leaves: list[Leaf] = []
     kinds: dict[str, int] = {}
-    order = [
-        kinds.setdefault(canonical(_read_layer(c, f"layer {i}", leaves)), len(kinds))
-        for i, c in enumerate(prompt_cache)
-    ]
+    order = []
+    for i, cache in enumerate(prompt_cache):
+        layer = _read_layer(cache, f"layer {i}", leaves)
+        kind = canonical(layer)
+        if kind not in kinds:
+            _check_kept(layer, f"layer {i}")
+            kinds[kind] = len(kinds)
+        order.append(kinds[kind])
     counted = [leaf.positions for leaf in leaves if leaf.positions is not None]
     layout = {"kinds": [json.loads(kind) for kind in kinds], "layers": order}
     return Reading(layout, leaves, min(counted, default=None), len(set(counted)) <= 1)
@@ -97,12 +101,18 @@ def read(prompt_cache: Any) -> Reading:
 def _read_layer(cache: Any, at: str, leaves: list[Leaf]) -> Layout:
     if is_list(type(cache)):
         children = [_read_layer(c, f"{at}.{i}", leaves) for i, c in enumerate(cache.caches)]
-        path = class_path(type(cache))
-        check_kept(path, at)
-        return {"class": path, "kind": "list", "tuple": isinstance(cache.caches, tuple), "children": children}
+        path, is_tuple = class_path(type(cache)), isinstance(cache.caches, tuple)
+        return {"class": path, "kind": "list", "tuple": is_tuple, "children": children}
     leaf = read_leaf(cache, at)
     leaves.append(leaf)
     return leaf.layout
+
+
+def _check_kept(layer: Layout, at: str) -> None:
+    """Raise CacheError where a layer read at `at` could not be made again."""
+    for i, child in enumerate(layer.get("children", ())):
+        _check_kept(child, f"{at}.{i}")
+    check_kept(layer["class"], at)
 
 
 def live_arrays(prompt_cache: Sequence[Any]) -> list[mx.array]:

@@ -251,7 +251,6 @@ class LiveMaker:
                         targets[id(section)][1].extend(rows)
                     last_moves += [moves.last] if moves.last is not None else []
                 continue
-            draft.tensors["tokens"][:] = np.frombuffer(job.tokens, "<i8")
             if job.kind == SNAPSHOT:
                 assert self.state is not None
                 coded = encode_state(self.state, draft.tensors, decoded=self.since is not None)
@@ -285,8 +284,11 @@ class LiveMaker:
 
         def seal(first: int, last: int) -> None:
             for i in range(first, last):
-                if not self._copies_later or self._is_finite(jobs[i], drafts[i]):
-                    images[i] = drafts[i].seal()
+                job, draft = jobs[i], drafts[i]
+                if not self._copies_later or self._is_finite(job, draft):
+                    if job.kind != WINDOW:
+                        draft.tensors["tokens"][:] = np.frombuffer(job.tokens, "<i8")
+                    images[i] = draft.seal()
 
         share_out(len(drafts), 1, sum(job.blueprint.nbytes for job in jobs) // WORTH_A_THREAD, seal)
         sound = list(takewhile(lambda image: image is not None, images))

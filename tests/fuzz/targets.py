@@ -226,7 +226,7 @@ def state(data: bytes) -> None:
     """What a snapshot's header says of its state: refused, or made of the tensors that are there."""
     plan, blueprint, tensors = sound_state()
     meta = blueprint.fields._replace(extra=data.decode("utf-8", "replace"))
-    draft = Blueprint(meta, blueprint._specs).draft()
+    draft = Blueprint(meta, list(blueprint._table.specs)).draft()
     for name, array in draft.tensors.items():
         array[...] = tensors[name]
     image = draft.seal()
