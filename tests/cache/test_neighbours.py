@@ -40,20 +40,28 @@ def differing(layers: list[Any], others: list[Any], last: int) -> list[list[int]
 
 
 # Of three lengths, two ways to store and two to encode, each pair.
+WAYS = [
+    (20, True, True),
+    (234, True, False),
+    (500, True, True),
+    (20, False, False),
+    (234, False, True),
+    (500, False, False),
+]
+
+
+# And each of these ways with each codec, and with each kind of layers.
 @pytest.mark.parametrize(
-    ("shared", "write_back", "here"),
+    ("codec", "layers", "way"),
     [
-        (20, True, True),
-        (20, False, False),
-        (234, True, False),
-        (234, False, True),
-        (500, True, True),
-        (500, False, False),
+        (codec, layers, WAYS[(i + j + k) % len(WAYS)])
+        for i, codec in enumerate(CODECS)
+        for j, layers in enumerate(sorted(states.LAYERS))
+        for k in (0, 3)
     ],
 )
-@pytest.mark.parametrize("layers", sorted(states.LAYERS))
-@pytest.mark.parametrize("codec", CODECS)
-def test_a_neighbour_that_begins_alike_changes_no_bit(shared, codec, layers, write_back, here, monkeypatch):
+def test_a_neighbour_that_begins_alike_changes_no_bit(codec, layers, way, monkeypatch):
+    shared, write_back, here = way
     monkeypatch.setattr("prefixcache.layers.encode.on_cpu", lambda: here)
     tokens, found = branch(FIRST, shared, 700, 9), []
     for others in ([], [FIRST], [FIRST[:300], FIRST]):
@@ -73,7 +81,7 @@ def test_a_neighbour_that_begins_alike_changes_no_bit(shared, codec, layers, wri
     assert not any(any(differing(made, alone, len(tokens))) for made in found)
 
 
-@pytest.mark.parametrize("tail", [300, 490, 520])
+@pytest.mark.parametrize("tail", [300, 490])
 @pytest.mark.parametrize("codec", CODED)
 @pytest.mark.parametrize("layers", sorted(states.LAYERS))
 def test_a_stored_tail_that_the_live_cache_has_forgotten_changes_no_bit(tail, layers, codec):
@@ -87,8 +95,7 @@ def test_a_stored_tail_that_the_live_cache_has_forgotten_changes_no_bit(tail, la
             states.fed_uneven(live, FIRST[:600], tail + 20, step=1)
             cache.store(FIRST[:600], live, model="m")
             found.append(cache.fetch(FIRST[:600], model="m", leave=0)[0])
-    if tail < 512:  # else a whole block is the other's
-        assert not any(differing(found[1], states.held(found[0]), 600))
+    assert not any(differing(found[1], states.held(found[0]), 600))
 
 
 @pytest.mark.parametrize("codec", [*CODED, "raw"])
@@ -99,7 +106,7 @@ def test_a_block_that_the_live_cache_has_half_forgotten_is_kept_beside_one_that_
 ):
     """Stored at once: the windows have moved on into the block, and into the next one."""
     tokens, found = branch(FIRST, shared, end, 9), []
-    for others in ([], [FIRST[:256]], [FIRST[:256], FIRST]):
+    for others in ([], [FIRST[:256]], [FIRST[:256], FIRST[:520]]):
         with opened(codec, layers) as cache:
             for prompt in (*others, tokens):
                 live = states.fed_uneven(states.LAYERS[layers](), prompt[:256], 0)
@@ -132,7 +139,9 @@ def test_rows_that_a_hit_gave_keep_their_codes(layers, codec, write_back):
 
 
 @given(data=st.data())
-def test_prompts_stored_in_any_order_are_as_each_is_alone(data):
+def test_prompts_stored_in_any_order_are_as_each_is_alone(data, monkeypatch):
+    here = data.draw(st.booleans(), label="encoded as on the CPU")
+    monkeypatch.setattr("prefixcache.layers.encode.on_cpu", lambda: here)
     codec, layers = data.draw(st.sampled_from(CODECS)), data.draw(st.sampled_from(sorted(states.LAYERS)))
     step, prompts = data.draw(st.sampled_from([256, 512])), [FIRST]
     for other in range(data.draw(st.integers(1, 4), label="prompts")):
@@ -159,7 +168,7 @@ def test_prompts_stored_in_any_order_are_as_each_is_alone(data):
             assert not any(differing(made, alone, whole))
 
 
-def answered(cache: PrefixCache, model: Any, prompt: list[int], count: int = 24) -> list[int]:
+def answered(cache: PrefixCache, model: Any, prompt: list[int], count: int = 12) -> list[int]:
     """As a server answers: behind a hit that ends with a block, in chunks of one, stored after each."""
     live, rest = cache.fetch(cache.prompt(prompt, model="m", whole_blocks=True))
     at = len(prompt) - len(rest)
@@ -176,8 +185,8 @@ def answered(cache: PrefixCache, model: Any, prompt: list[int], count: int = 24)
 def test_answers_do_not_depend_on_strangers_whose_prompts_begin_alike(family):
     """Chats of a model, most of whose layers have windows: on an empty cache, and on one that strangers filled."""
     rng, model = np.random.default_rng(0), FAMILIES[family].build()
-    system = rng.integers(2, 100, 800).tolist()
-    chats = [[*system[:shared], *rng.integers(2, 100, 560).tolist()] for shared in (20, 234, 300, 500, 511, 700)]
+    system = rng.integers(2, 100, 560).tolist()
+    chats = [[*system[:shared], *rng.integers(2, 100, 300).tolist()] for shared in (20, 234, 300, 511)]
     codec = "turboquant:2"
     alone = []
     for chat in chats:

@@ -83,10 +83,10 @@ def hybrid(tokens: Sequence[int]) -> list[Any]:
     return [*sliceable(tokens, 1), state]
 
 
-def uneven_rows(tokens: Sequence[int], layer: int) -> np.ndarray:
-    """(1, 1, tokens, 32): sines of the hash, on channels whose offsets and spreads are far apart."""
+def uneven_rows(tokens: Sequence[int], layer: int, first: int = 0) -> np.ndarray:
+    """(1, 1, tokens from `first` on, 32): sines of the hash, on channels whose offsets and spreads are far apart."""
     channel = np.arange(1, 33)
-    waves = np.sin(rolling(tokens)[:, None].astype(np.float64) * channel * (0.37 + layer))
+    waves = np.sin(rolling(tokens)[first:, None].astype(np.float64) * channel * (0.37 + layer))
     return (waves * 1.2**channel + 100 * np.cos(channel)).astype(np.float32)[None, None]
 
 
@@ -152,8 +152,8 @@ def held(layers: list[Any]) -> list[dict[str, dict[int, bytes]]]:
 
 def fed_uneven(layers: list[Any], tokens: Sequence[int], first: int, step: int | None = None) -> list[Any]:
     """Append the rows of the tokens from `first` on, in chunks of `step` tokens or in one, to layers of any class."""
-    rows = [[mx.array(uneven_rows(tokens, number + part)) for part in (0, 7)] for number in range(len(layers))]
-    for at in range(first, len(tokens), step or len(tokens)):
+    rows = [[mx.array(uneven_rows(tokens, number + part, first)) for part in (0, 7)] for number in range(len(layers))]
+    for at in range(0, len(tokens) - first, step or len(tokens)):
         chunk = slice(at, at + step if step else None)
         for layer, parts in zip(layers, rows, strict=True):
             if isinstance(layer, ChunkedKVCache):
