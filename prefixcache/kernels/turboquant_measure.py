@@ -17,9 +17,10 @@ from .turboquant_rows import FUNCTIONS, THREADS
 
 MOST_ROWS = THREADS  # a thread has a row
 MOST_WIDTH = THREADS
+AT_ONCE = 8  # rows of a channel that a thread has on their way
 
 BODY = """
-  SHARED float centre[WIDTH], spread[WIDTH], sums[THREADS], sizes[THREADS], middle[2];
+  SHARED float centre[WIDTH], spread[WIDTH], per_unit[WIDTH], sums[THREADS], sizes[THREADS], middle[2];
   SHARED u32 usual[THREADS], changed;
   const u32 tokens = rows_shape[0];
   const u32 begin = u32(firsts[group % firsts_shape[0]]);
@@ -57,10 +58,16 @@ BODY = """
       const float mean = pass && CENTRED && slice < SLICES ? centre[channel] : 0.0f;
       float sum = 0.0f;
       if (slice < SLICES) {
-        for (u32 row = slice; row < tokens; row += SLICES) {
-          if (usual[row]) {
-            const float x = float(rows[head_at + u64(row) * u64(rows_strides[0]) + channel * u64(rows_strides[2])]);
-            sum = plus(sum, pass ? magnitude(minus(x, mean)) : x);
+        for (u32 base = slice; base < tokens; base += AT_ONCE * SLICES) {
+          float x[AT_ONCE];
+          UNROLL for (u32 i = 0; i < AT_ONCE; i++) {  // no value waits for the one before
+            const u32 row = base + i * SLICES < tokens ? base + i * SLICES : slice;
+            x[i] = float(rows[head_at + u64(row) * u64(rows_strides[0]) + channel * u64(rows_strides[2])]);
+          }
+          UNROLL for (u32 i = 0; i < AT_ONCE; i++) {
+            const u32 row = base + i * SLICES;
+            const bool is_usual = row < tokens && usual[row];
+            sum = plus(sum, is_usual ? (pass ? magnitude(minus(x[i], mean)) : x[i]) : 0.0f);
           }
         }
       }
@@ -71,6 +78,7 @@ BODY = """
         UNROLL for (u32 other = 1; other < SLICES; other++) all = plus(all, sums[other * WIDTH + member]);
         if (pass) {
           spread[member] = over(all, number);
+          per_unit[member] = spread[member] > 0.0f ? over(1.0f, spread[member]) : 1.0f;
           if (!CENTRED) centre[member] = 0.0f;
         } else {
           centre[member] = over(all, number);
@@ -90,8 +98,7 @@ BODY = """
         UNROLL for (u32 e = 0; e < 8; e++) v[e] = float(rows[row_at + (at + e) * u64(rows_strides[2])]);
       }
       UNROLL for (u32 e = 0; e < 8; e++) {
-        const float unit = spread[at + e] > 0.0f ? spread[at + e] : 1.0f;
-        const float apart = over(minus(v[e], centre[at + e]), unit);
+        const float apart = times(minus(v[e], centre[at + e]), per_unit[at + e]);
         size = fused(apart, apart, size);
       }
     }
@@ -114,16 +121,16 @@ BODY = """
   }
 
   // Of the head: the median of the spreads, the least one, and whether all is finite.
-  const float own = slice == 0 ? spread[channel] : 0.0f;
+  const float deviation = slice == 0 ? spread[channel] : 0.0f;
   u32 rank = 0;
   bool finite = enough;
   for (u32 other = 0; other < WIDTH; other++) {
-    rank += spread[other] < own || (spread[other] == own && other < channel) ? 1 : 0;
+    rank += spread[other] < deviation || (spread[other] == deviation && other < channel) ? 1 : 0;
     finite = finite && (bits_of(spread[other]) & 0x7F800000u) != 0x7F800000u;
     finite = finite && (bits_of(centre[other]) & 0x7F800000u) != 0x7F800000u;
   }
-  if (slice == 0 && rank == (WIDTH - 1) / 2) middle[0] = own;
-  if (slice == 0 && rank == WIDTH / 2) middle[1] = own;
+  if (slice == 0 && rank == (WIDTH - 1) / 2) middle[0] = deviation;
+  if (slice == 0 && rank == WIDTH / 2) middle[1] = deviation;
   barrier();
   if (slice == 0) {
     const float floor = times(float_of(FLOOR), times(plus(middle[0], middle[1]), 0.5f));
@@ -131,7 +138,7 @@ BODY = """
     for (u32 other = 1; other < WIDTH; other++) smallest = least(smallest, greatest(spread[other], floor));
     float steps = 0.0f;
     if (finite && smallest > 0.0f) {
-      steps = least(times(logarithm(over(greatest(own, floor), smallest)), float_of(STEPS)), float_of(MOST_STEPS));
+      steps = least(times(logarithm(over(greatest(deviation, floor), smallest)), float_of(STEPS)), float_of(MOST_STEPS));
     }
     means[group * WIDTH + channel] = finite ? centre[channel] : 0.0f;
     roots[group * WIDTH + channel] = u16(plus(greatest(steps, 0.0f), 0.5f));
@@ -166,6 +173,7 @@ def source_of(kind: MeasureKind) -> KernelSource:
         "FLOOR": bits_of(kind.floor),
         "STEPS": bits_of(kind.steps),
         "MOST_STEPS": bits_of(kind.most_steps),
+        "AT_ONCE": AT_ONCE,
     }
     return KernelSource(
         "turboquant_measure", ("rows", "firsts"), ("means", "roots"), "\n" + defines(numbers) + FUNCTIONS, BODY

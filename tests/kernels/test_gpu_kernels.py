@@ -15,7 +15,7 @@ from prefixcache.codecs.turboquant import gpu_rows as turboquant_gpu
 from prefixcache.codecs.turboquant import numpy_rows as turboquant_numpy
 from prefixcache.codecs.turboquant.format import form_of
 from prefixcache.codecs.turboquant.measure_levels import measure_levels
-from prefixcache.kernels import turboquant_decode, turboquant_encode, turboquant_measure
+from prefixcache.kernels import gather_rows, turboquant_decode, turboquant_encode, turboquant_measure
 from prefixcache.kernels.dialects import DIALECTS
 
 pytestmark = pytest.mark.skipif(host_gpu.COMPILER is None, reason="no C++ compiler")
@@ -249,6 +249,34 @@ LEVELS = [
 def test_levels_are_those_that_numpy_measures(place, width, dtype, centred, tokens, firsts, unlike, strided):
     for heads in (2, 5) if place == host_gpu.OWN else (2,):
         check_levels(width, dtype, centred, tokens, firsts, heads, unlike, strided)
+
+
+@pytest.mark.parametrize("place", host_gpu.places("cuda"))
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("first", "last", "turned"), [(0, 1, False), (3, 67, False), (10, 140, False), (5, 80, True)])
+def test_rows_of_many_layers_are_gathered_as_mlx_concatenates_them(
+    place, run_at, monkeypatch, dtype, first, last, turned
+):
+    run_at(place, (gather_rows,), turboquant_gpu)
+    monkeypatch.setattr(gather_rows, "MOST", 2)
+    values = np.random.default_rng(0).standard_normal((3, 1, 2, 150, 72)).astype(np.float32)
+    layers = [mx.array(layer).astype(getattr(mx, dtype)) for layer in values]
+    if turned:
+        layers = [mx.swapaxes(mx.contiguous(mx.swapaxes(layer, 1, 2)), 1, 2) for layer in layers]
+    layers[2] = mx.swapaxes(mx.contiguous(mx.swapaxes(layers[2], 2, 3)), 2, 3)  # they need not lie alike
+    mx.eval(layers)
+    assert gather_rows.takes(DIALECTS["cuda"], layers)
+    gathered = gather_rows.gather(turboquant_gpu._dialect(), layers, first, last)
+    wanted = mx.concatenate([layer[:, :, first:last] for layer in layers], axis=1)[0]
+    assert copy_out(gathered).tobytes() == copy_out(wanted).tobytes()
+
+
+def test_layers_that_are_not_alike_are_left_to_mlx():
+    some = mx.zeros((1, 2, 256, 128), mx.float16)
+    assert not gather_rows.takes(DIALECTS["metal"], [some] * 2)
+    for others in ([], [some[:, :1]], [some[:, :, :8]], [some.astype(mx.float32)]):
+        assert not gather_rows.takes(DIALECTS["cuda"], [some, *others])
+    assert not gather_rows.takes(DIALECTS["cuda"], [some[..., :36]] * 2)
 
 
 @pytest.mark.parametrize("value", [0.0, 5.0, np.inf, np.nan])
