@@ -24,20 +24,8 @@ SYSTEM, QUESTIONS = text(600, "transform"), [text(20, f"question {turn}") for tu
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """tiny-llama in float32, which a CPU multiplies many times faster."""
-    folder = tmp_path_factory.mktemp("models") / "tiny-llama"
-    shutil.copytree(TINY, folder)
-    weights = mx.load(str(TINY / "model.safetensors"))
-    assert isinstance(weights, dict)
-    single = {name: weight.astype(mx.float32) for name, weight in weights.items()}
-    mx.save_safetensors(str(folder / "model.safetensors"), single, metadata={"format": "mlx"})
-    return folder
-
-
-@pytest.fixture(scope="module")
 def basis(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of tiny-llama, alone in its folder."""
+    """Of the model, alone in its folder."""
     return calibrate(model, tmp_path_factory.mktemp("bases"))
 
 
@@ -67,7 +55,7 @@ def test_answers_are_the_same_from_ram_and_after_a_restart_from_ssd(model, basis
         said = model_line(first)
     coded = read(basis)
     ratio = coded.fp16_bytes / coded.coded_bytes(4)
-    assert f"codec transform quality 4 basis {coded.hash[:8]}: 6 layers transformed, {ratio:.1f} times smaller" in said
+    assert f"codec transform quality 4 basis {coded.hash[:8]}: 4 layers transformed, {ratio:.1f} times smaller" in said
     assert cold[0].cached == 0
     assert cold[1].cached >= 256
     assert [answer.text for answer in again] == [answer.text for answer in cold]
@@ -86,7 +74,7 @@ def test_what_is_stored_is_smaller_than_with_turboquant(model, basis, tmp_path):
         directory = tmp_path / codec.replace(":", "-")
         flags = ["--model", model, "--basis-dir", basis.parent, "--ssd-dir", directory]
         with serving(tmp_path / "log", *flags, limits=("--ram", "200MB", "--codec", codec)) as server:
-            assert ask(server, [{"role": "user", "content": text(1200, "stored")}]).prompt > 1024
+            assert ask(server, [{"role": "user", "content": text(620, "stored")}]).prompt > 512
         stored[codec] = images(directory)
     assert 0 < stored["transform:3"] < 0.8 * stored["turboquant:4"]
 
@@ -111,8 +99,15 @@ def test_without_a_basis_one_line_says_what_to_run_and_rows_are_turboquants(tmp_
     assert "codec turboquant k4 v4" in line
 
 
-def test_a_basis_that_is_made_while_the_server_runs_codes_the_next_prompt(model, basis, tmp_path):
-    folder = tmp_path / "bases"
+def test_a_basis_that_is_made_while_the_server_runs_codes_the_next_prompt(tmp_path):
+    """Of a trained model: the next token that one of random weights gives may be another with TurboQuant's rows."""
+    model, folder = tmp_path / "tiny-llama", tmp_path / "bases"
+    shutil.copytree(TINY, model)
+    weights = mx.load(str(TINY / "model.safetensors"))
+    assert isinstance(weights, dict)
+    single = {name: weight.astype(mx.float32) for name, weight in weights.items()}  # a CPU multiplies them faster
+    mx.save_safetensors(str(model / "model.safetensors"), single, metadata={"format": "mlx"})
+    basis = calibrate(model, tmp_path / "made")
     with starting(serve, tmp_path / "log", *LIMITS, "--model", model, "--basis-dir", folder) as server:
         server.ready()
         chat(server, SYSTEM, QUESTIONS[:1])
