@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
+import requests
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import make_prompt_cache
@@ -370,41 +371,50 @@ def next_turn(messages: list[Message], answer: str, question: str = "And what th
     return [*messages, {"role": "assistant", "content": answer}, *user(question)]
 
 
-@pytest.mark.parametrize(
-    ("more", "flags"),
-    [({}, []), ({"stream": True}, []), ({"seed": 3}, []), ({}, ["--no-canonical"]), ({}, ["--codec", "turboquant:4"])],
-    ids=["at once", "streamed", "by itself", "not canonical", "coded"],
-)
-def test_a_next_turn_computes_its_own_tokens_only(thinking, tmp_path, more, flags):
+@pytest.fixture(scope="module")
+def warming(thinking: Path) -> Iterator[Server]:
+    with serving(thinking.parent / "warming.log", "--model", thinking, *FLAGS) as server:
+        yield server
+
+
+@pytest.mark.parametrize("more", [{}, {"stream": True}, {"seed": 3}], ids=["at once", "streamed", "by itself"])
+def test_a_next_turn_computes_its_own_tokens_only(warming, more):
+    answer_and_go_on(warming, "".join(["first", *more]), **more)
+
+
+@pytest.mark.parametrize("flags", [["--no-canonical"], ["--codec", "turboquant:4"]], ids=["not canonical", "coded"])
+def test_a_next_turn_does_so_with_other_flags(thinking, tmp_path, flags):
     with serving(tmp_path / "log", "--model", thinking, *FLAGS, *flags) as server:
-        chat = user(text(500, "first"))
-        first = ask(server, chat, max_tokens=80, **more)
-        assert "Hm." not in first.text
-        wait_for(lambda: computed(server), "tokens that were computed ahead")
-        chat = next_turn(chat, first.text)
-        second = ask(server, chat, max_tokens=1, **more)
-        assert second.computed < 20
-        page = server.metrics()
-        assert (
-            page["prefixcache_next_turn_tokens_total{hit}"] == page["prefixcache_next_turn_tokens_total{computed}"] > 32
-        )
-        assert ask(server, chat, max_tokens=1, cache_salt="another").cached == 0
+        answer_and_go_on(server, "first")
 
 
-def test_other_apis_next_turns_do_so_too(thinking, tmp_path):
-    with serving(tmp_path / "log", "--model", thinking, *FLAGS) as server:
-        import requests
+def answer_and_go_on(server: Server, about: str, **more: Any) -> None:
+    """AssertionError unless all but its own tokens of a chat's second turn was computed ahead."""
+    before = server.metrics()
+    chat = user(text(500, about))
+    first = ask(server, chat, max_tokens=80, **more)
+    assert "Hm." not in first.text
+    wait_until_idle(server)
+    chat = next_turn(chat, first.text)
+    second = ask(server, chat, max_tokens=1, **more)
+    assert second.computed < 20
+    after, name = server.metrics(), "prefixcache_next_turn_tokens_total"
+    hit, ahead = (after[name + part] - before[name + part] for part in ("{hit}", "{computed}"))
+    assert hit == ahead > 32
+    assert ask(server, chat, max_tokens=1, cache_salt=about).cached == 0
 
-        def message(messages: list[Message]) -> Any:
-            body = {"model": "default_model", "max_tokens": 80, "messages": messages}
-            return requests.post(f"{server.url}/v1/messages", json=body, timeout=60).json()
 
-        chat = user(text(500, "first"))
-        first = message(chat)
-        assert {block["type"] for block in first["content"]} == {"thinking", "text"}
-        wait_for(lambda: computed(server), "tokens that were computed ahead")
-        second = message([*chat, {"role": "assistant", "content": first["content"]}, *user("And?")])
-        assert second["usage"]["cache_creation_input_tokens"] + second["usage"]["input_tokens"] < 20
+def test_other_apis_next_turns_do_so_too(warming):
+    def message(messages: list[Message]) -> Any:
+        body = {"model": "default_model", "max_tokens": 80, "messages": messages}
+        return requests.post(f"{warming.url}/v1/messages", json=body, timeout=60).json()
+
+    chat = user(text(500, "message"))
+    first = message(chat)
+    assert {block["type"] for block in first["content"]} == {"thinking", "text"}
+    wait_until_idle(warming)
+    second = message([*chat, {"role": "assistant", "content": first["content"]}, *user("And?")])
+    assert second["usage"]["cache_creation_input_tokens"] + second["usage"]["input_tokens"] < 20
 
 
 def test_nothing_is_computed_where_all_is_stored_or_nothing_is_to_be(thinking, tmp_path):
@@ -429,26 +439,24 @@ def wait_until_idle(server: Server) -> None:
     assert '"unkept"' in admin(server, "POST", "prompts", {"prompts": [{"prompt": "all that came before"}]}).text
 
 
-def test_of_sessions_that_end_nothing_is_left(thinking, tmp_path):
-    with serving(tmp_path / "log", "--model", thinking, *FLAGS) as server:
-        wait_until_idle(server)
-        before = server.metrics()["prefixcache_images{ram}"]
-        for number in range(3):
-            ask(server, user(text(300, f"ended {number}")), max_tokens=80, cache={"session": "s"})
-            if number:
-                wait_until_idle(server)
-            assert admin(server, "DELETE", "sessions", {"session": "s"}).json()["held"] == 0
-            wait_until_idle(server)
-            assert server.metrics()["prefixcache_images{ram}"] == before
-        assert computed(server) > 0
+def test_of_sessions_that_end_nothing_is_left(warming):
+    wait_until_idle(warming)
+    before = warming.metrics()
+    for number in range(3):
+        ask(warming, user(text(300, f"ended {number}")), max_tokens=80, cache={"session": "s"})
+        if number:
+            wait_until_idle(warming)
+        assert admin(warming, "DELETE", "sessions", {"session": "s"}).json()["held"] == 0
+        wait_until_idle(warming)
+        assert warming.metrics()["prefixcache_images{ram}"] == before["prefixcache_images{ram}"]
+    assert computed(warming) > before["prefixcache_next_turn_tokens_total{computed}"]
 
 
-def test_chats_by_turns_are_answered_the_same_whatever_was_begun_between_them(thinking, tmp_path):
-    with serving(tmp_path / "log", "--model", thinking, *FLAGS) as server:
-        chats = [user(text(200, f"chat {number}")) for number in range(4)]
-        for _ in range(3):
-            for place, chat in enumerate(chats):
-                answer = ask(server, chat, max_tokens=80)
-                assert answer.text.startswith("word 0 word 1 ")
-                chats[place] = next_turn(chat, answer.text)
-                time.sleep(0.02 * place)
+def test_chats_by_turns_are_answered_the_same_whatever_was_begun_between_them(warming):
+    chats = [user(text(200, f"chat {number}")) for number in range(4)]
+    for _ in range(3):
+        for place, chat in enumerate(chats):
+            answer = ask(warming, chat, max_tokens=80)
+            assert answer.text.startswith("word 0 word 1 ")
+            chats[place] = next_turn(chat, answer.text)
+            time.sleep(0.02 * place)
