@@ -16,6 +16,8 @@ from prefixcache.codecs.base import Decoding, RowCodec
 from prefixcache.codecs.interchange import Array, bring_in, bring_in_stacked, element, on_cpu
 from prefixcache.codecs.levels import LazyLevels, Levels, PackedLevels
 
+WORTH_A_LAUNCH = 8 << 20  # bytes of rows
+
 
 class Piece(NamedTuple):
     """Coded rows, and the buffer's row that the first one goes to.
@@ -111,6 +113,8 @@ def _launched(pieces: list[Piece], heads: int, capacity: int, width: int, dtype:
     if end < capacity:
         parts.append(mx.zeros((heads, capacity - end, width), element(dtype).mlx))
     buffer = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=1)
-    # Begun at once: the GPU works while the next stream's codes are gathered, and MLX can use the memory of these again.
-    mx.async_eval(buffer)
+    # Begun at once, where it is worth a launch: the GPU works while the next stream's codes are gathered, and MLX can use the
+    # memory of these again.
+    if buffer.nbytes >= WORTH_A_LAUNCH:
+        mx.async_eval(buffer)
     return buffer

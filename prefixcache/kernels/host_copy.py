@@ -32,8 +32,16 @@ TO_GPU = KernelSource(
     "  const u32* from = reinterpret_cast<const u32*>(address[0]);\n  u32* to = copied;\n" + BODY + "  done[0] = 1;\n",
 )
 
+ADDRESSES = KernelSource(
+    "addresses",
+    tuple(f"array{i}" for i in range(MOST)),
+    tuple(f"address{i}" for i in range(MOST)),
+    "",
+    "".join(f"  address{i}[0] = reinterpret_cast<u64>(array{i});\n" for i in range(MOST)),
+)
 
-@lru_cache(maxsize=32)
+
+@lru_cache(maxsize=8)
 def _kernel(dialect: Dialect, source: KernelSource) -> Kernel:
     return build(dialect, source)
 
@@ -49,15 +57,8 @@ def to_gpu(dialect: Dialect, address: mx.array, words: int) -> tuple[mx.array, m
 
 def addresses(dialect: Dialect, arrays: Sequence[mx.array]) -> list[mx.array]:
     """Return where up to `MOST` arrays lie on the GPU, each uint64 (1,), there once all of them are computed. Lazy."""
-    outputs = [((1,), mx.uint64)] * len(arrays)
-    return list(launch(_kernel(dialect, _addresses_of(len(arrays))), list(arrays), outputs, 1, 1))
-
-
-@lru_cache(maxsize=MOST)
-def _addresses_of(arrays: int) -> KernelSource:
-    inputs, outputs = [tuple(f"{name}{i}" for i in range(arrays)) for name in ("array", "address")]
-    body = "".join(f"  address{i}[0] = reinterpret_cast<u64>(array{i});\n" for i in range(arrays))
-    return KernelSource("addresses", inputs, outputs, "", body)
+    all_inputs = [*arrays, *[arrays[-1]] * (MOST - len(arrays))]  # one kernel, compiled once, for however many
+    return list(launch(_kernel(dialect, ADDRESSES), all_inputs, [((1,), mx.uint64)] * MOST, 1, 1))[: len(arrays)]
 
 
 def _size(anything: mx.array, words: int) -> mx.array:

@@ -1,7 +1,8 @@
 """Rows of blocks on their way to a GPU: of many blocks and several streams at once, in one copy and few launches.
 
 An image has the heads of all layers side by side. So the bytes of a stack of blocks go to the GPU for as many neighbouring
-heads as `AT_ONCE` allows, and stay there until these streams have been decoded.
+heads as `AT_ONCE` allows. There they are decoded for as many as `DECODED_AT_ONCE` allows, in one launch: of a short prompt
+those of all layers, whose launches one by one would take longer than all the rest.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from prefixcache.codecs.interchange import bring_in_stacked
+from prefixcache.codecs.interchange import bring_in_stacked, element
 from prefixcache.codecs.levels import LazyLevels
 from prefixcache.codecs.pieces import Piece
 from prefixcache.layers import levels
 from prefixcache.layers.image_layout import Group, Member, Place, Section, Tensors
 
-AT_ONCE = 128 << 20  # bytes on the GPU beside the rows that they become
+AT_ONCE = 128 << 20  # coded bytes on the GPU
+DECODED_AT_ONCE = 128 << 20  # bytes of rows there, beside the buffers that they go to
 
 
 class RowRun(NamedTuple):
@@ -45,6 +47,24 @@ class HeadsOnGpu(NamedTuple):
     planes: list[mx.array]
     levels: LazyLevels | None
 
+    def of(self, first: int, last: int) -> HeadsOnGpu:
+        """Return the same of fewer heads."""
+        heads = slice(first - self.first, last - self.first)
+        levels = LazyLevels(*(part[:, heads] for part in self.levels)) if self.levels is not None else None
+        return HeadsOnGpu(first, last, [plane[:, :, heads] for plane in self.planes], levels)
+
+
+class DecodedHeads(NamedTuple):
+    """Rows (heads, tokens, width) of a stack, of a group's heads `first` to `last` (not included)."""
+
+    first: int
+    last: int
+    rows: mx.array
+
+
+def _has(heads: HeadsOnGpu | DecodedHeads, member: Member) -> bool:
+    return heads.first <= member.head and member.in_group.stop <= heads.last
+
 
 class Stack:
     """Runs of equally many rows that follow each other, of one group of streams."""
@@ -52,28 +72,40 @@ class Stack:
     def __init__(self, group: Group, runs: Sequence[RowRun]):
         self._group, self._runs = group, runs
         self._brought: HeadsOnGpu | None = None
+        self._decoded: DecodedHeads | None = None
 
     def piece(self, member: Member, last_head: int) -> Piece:
-        """Decode one stream's rows. Heads up to `last_head` may be asked for next."""
-        there = self._brought
-        if there is None or not there.first <= member.head < member.in_group.stop <= there.last:
-            self._brought = None
-            there = self._brought = self._bring(member, last_head)
-        heads = slice(member.head - there.first, member.in_group.stop - there.first)
-        of_stream = LazyLevels(*(part[:, heads] for part in there.levels)) if there.levels is not None else None
-        rows = self._group.codec.decode_blocks([plane[:, :, heads] for plane in there.planes], of_stream)
-        return Piece(self._group.codec, (), self._runs[0].at, rows=rows)
+        """Return one stream's rows, decoded lazily. Heads up to `last_head` may be asked for next."""
+        if self._decoded is None or not _has(self._decoded, member):
+            if self._brought is None or not _has(self._brought, member):
+                self._brought = None
+                self._brought = self._bring(member, last_head)
+            self._decoded = None
+            self._decoded = self._decode(member, self._brought)
+        heads = slice(member.head - self._decoded.first, member.in_group.stop - self._decoded.first)
+        return Piece(self._group.codec, (), self._runs[0].at, rows=self._decoded.rows[heads])
 
     def _bring(self, member: Member, last_head: int) -> HeadsOnGpu:
-        group, runs = self._group, self._runs
-        of_head = len(runs) * sum(runs[0].tensors[name][: runs[0].rows, 0].nbytes for name in group.names)
-        last = max(member.in_group.stop, min(last_head, member.head + AT_ONCE // max(of_head, 1)))
+        runs, names = self._runs, self._group.names
+        last = self._last_head(member, last_head, AT_ONCE, sum(runs[0].tensors[name][0, 0].nbytes for name in names))
         heads = slice(member.head, last)
         planes = [
             bring_in_stacked([run.tensors[name][run.first : run.first + run.rows, heads] for run in runs])
-            for name in group.names
+            for name in names
         ]
         return HeadsOnGpu(member.head, last, planes, self._levels(heads))
+
+    def _decode(self, member: Member, brought: HeadsOnGpu) -> DecodedHeads:
+        codec = self._group.codec
+        row_bytes = codec.width * element(codec.dtype).numpy.itemsize
+        last = self._last_head(member, brought.last, DECODED_AT_ONCE, row_bytes)
+        some = brought.of(member.head, last)
+        return DecodedHeads(member.head, last, codec.decode_blocks(some.planes, some.levels))
+
+    def _last_head(self, member: Member, limit: int, nbytes: int, row_bytes: int) -> int:
+        """Return the head up to which `nbytes` have the rows: at least a member's last, at most `limit`."""
+        heads = nbytes // max(len(self._runs) * self._runs[0].rows * row_bytes, 1)
+        return max(member.in_group.stop, min(limit, member.head + heads))
 
     def _levels(self, heads: slice) -> LazyLevels | None:
         group = self._group

@@ -9,6 +9,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from prefixcache import PrefixCache
 from prefixcache.codecs import levels
+from prefixcache.codecs.turboquant.codec import TurboQuantRows
 from prefixcache.layers import stacks, stored_rows
 from prefixcache.layers.image_layout import live_arrays
 from prefixcache.layers.read_ahead import ReadAhead
@@ -67,10 +68,14 @@ def test_bytes_go_to_the_gpu_once_for_many_blocks_and_streams(monkeypatch):
         copies, copy = [], stacks.bring_in_stacked
         for module in (stacks, levels):
             monkeypatch.setattr(module, "bring_in_stacked", lambda arrays: copies.append(len(arrays)) or copy(arrays))
+        launches, decode = [], TurboQuantRows.decode_blocks
+        counted = lambda codec, *coded: launches.append(codec) or decode(codec, *coded)  # noqa: E731
+        monkeypatch.setattr(TurboQuantRows, "decode_blocks", counted)
         fetched(cache, tokens, monkeypatch, stacked=True, at_once=stacks.AT_ONCE)
     # Sinks; codes, scales and levels of keys, of values; the tail. Two blocks each, whatever the number of layers.
     assert copies.count(2) == 7
     assert len(copies) == 9
+    assert len(launches) == 2  # keys and values
 
 
 @pytest.mark.parametrize("codec", ["raw", "turboquant:4"])

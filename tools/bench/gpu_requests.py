@@ -28,18 +28,27 @@ REQUESTS = {"full": 200, "quick": 40, "tiny": 6}
 SLOWER = 1.05
 
 
-def answer(model: Any, tokens: list[int], cache: PrefixCache | None) -> float:
-    """Seconds to the first token of a request, as `serve` answers it: what it then keeps is not among them."""
-    mx.synchronize()
-    began = time.perf_counter()
+def first_token(model: Any, tokens: list[int], cache: PrefixCache | None, *, stored: bool) -> list[Any]:
+    """Compute a request's first token behind what `cache` has, as `serve` does, and return its layers."""
     layers, since = None, 0
     if cache is not None:
         layers, rest = cache.fetch(cache.prompt(tokens, model="m", whole_blocks=True), room=256)
         since = len(tokens) - len(rest)
     if layers is None:
         layers = make_prompt_cache(model)
-    compute(model, tokens[:-1], layers, since, cache)
+    began = time.perf_counter()
+    compute(model, tokens[:-1], layers, since, cache if stored else None)
+    if cache is not None:
+        cache.learn_prefill(len(tokens) - since, time.perf_counter() - began, model="m")
     mx.eval(model(mx.array([tokens[-1:]]), cache=layers)[:, -1].argmax())
+    return layers
+
+
+def answer(model: Any, tokens: list[int], cache: PrefixCache | None) -> float:
+    """Seconds to the first token of a request, as `serve` answers it: what it then keeps is not among them."""
+    mx.synchronize()
+    began = time.perf_counter()
+    layers = first_token(model, tokens, cache, stored=True)
     seconds = time.perf_counter() - began
     if cache is not None:
         prompt = cache.prompt(tokens, model="m", whole_blocks=True)
@@ -49,15 +58,12 @@ def answer(model: Any, tokens: list[int], cache: PrefixCache | None) -> float:
     return seconds
 
 
-def meet_shapes(model: Any, tokens: list[int], since: int) -> None:
-    """Compute a request from its first token on and from a hit's end on, as `answer` does: CUDA takes some 80 ms to get to
-    know each length of a chunk, whoever computes it first.
+def meet_shapes(model: Any, tokens: list[int], cache: PrefixCache) -> None:
+    """Compute a request without the cache and behind its hit, as `answer` will: MLX takes some 80 ms to plan attention for
+    each length of a chunk, of what is before it and of the buffers, and keeps the plan.
     """
-    for depth in (0, since):
-        layers = make_prompt_cache(model)
-        compute(model, tokens[:depth], layers)
-        compute(model, tokens[:-1], layers, depth)
-        mx.eval(model(mx.array([tokens[-1:]]), cache=layers))
+    for with_it in (None, cache):
+        first_token(model, tokens, with_it, stored=False)
 
 
 def turns(scale: str) -> Iterator[Figure]:
@@ -102,7 +108,7 @@ def never_slower(scale: str) -> Iterator[Figure]:
     ratios: list[float] = []
     before: list[list[int]] = []
     hits = 0
-    with PrefixCache(ram="40GB", ssd_dir=None, codec="turboquant:4") as cache:
+    with PrefixCache(ram="40GB", ssd_dir=None, codec="turboquant:4", decline_slow_hits=True) as cache:
         for number in range(REQUESTS[scale] + 4):
             count = int(np.exp(chance.uniform(np.log(TOKENS[scale] / 100), np.log(TOKENS[scale]))))
             tokens = chance.integers(0, 512, count).tolist()
@@ -111,7 +117,7 @@ def never_slower(scale: str) -> Iterator[Figure]:
                 tokens = known[: int(len(known) * chance.uniform(0.3, 1))] + tokens[: max(count // 4, 2)]
             _, rest = cache.fetch(cache.prompt(tokens, model="m", whole_blocks=True))
             hits += len(rest) < len(tokens)
-            meet_shapes(model, tokens, len(tokens) - len(rest))
+            meet_shapes(model, tokens, cache)
             both = [answer(model, tokens, with_it) for with_it in ((None, cache) if number % 2 else (cache, None))]
             ours, alone = reversed(both) if number % 2 else both
             before.append(tokens)
