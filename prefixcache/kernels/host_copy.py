@@ -57,8 +57,9 @@ def to_gpu(dialect: Dialect, address: mx.array, words: int) -> tuple[mx.array, m
 
 def addresses(dialect: Dialect, arrays: Sequence[mx.array]) -> list[mx.array]:
     """Return where up to `MOST` arrays lie on the GPU, each uint64 (1,), there once all of them are computed. Lazy."""
-    all_inputs = [*arrays, *[arrays[-1]] * (MOST - len(arrays))]  # one kernel, compiled once, for however many
-    return list(launch(_kernel(dialect, ADDRESSES), all_inputs, [((1,), mx.uint64)] * MOST, 1, 1))[: len(arrays)]
+    alike = [array.view(mx.uint8) for array in arrays]  # MLX compiles a kernel anew for other dtypes
+    inputs = alike + alike[-1:] * (MOST - len(arrays))
+    return list(launch(_kernel(dialect, ADDRESSES), inputs, [((1,), mx.uint64)] * MOST, 1, 1))[: len(arrays)]
 
 
 def _size(anything: mx.array, words: int) -> mx.array:

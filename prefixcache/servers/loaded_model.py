@@ -16,6 +16,7 @@ from prefixcache.cache import PrefixCache
 from prefixcache.codecs.transform.bases import Bases
 from prefixcache.codecs.transform.codec import Calibrated, Transform
 from prefixcache.kernels.dialects import dialect_here
+from prefixcache.keys import BLOCK
 from prefixcache.layers.form import CacheForm
 from prefixcache.settings import BASIS_DIR
 
@@ -51,21 +52,24 @@ def form_of(
 
 
 def compile_kernels(cache: PrefixCache, model: Any, name: str) -> None:
-    """Store and fetch a prompt of a loaded model, the weights of which have this name, in a cache of its own, so that CUDA's
-    kernels are compiled: that takes half a minute in each process, since MLX keeps none of a library's. Runs on the thread
-    that generates. Metal compiles them in no time.
+    """Store and fetch two prompts of a loaded model, the weights of which have this name, in a cache of its own, so that CUDA's
+    kernels are compiled: that takes half a minute in each process, since MLX keeps none of a library's. The second parts from
+    the first within a block, so that their rows are compared. Runs on the thread that generates. Metal compiles them in no
+    time.
     """
     if (dialect := dialect_here()) is None or dialect.name != "cuda":
         return
     began, tokens = time.monotonic(), [0] * WARM_TOKENS
+    parting = [0] * (WARM_TOKENS - BLOCK) + [1] * BLOCK
     try:
         with PrefixCache(
             ram=WARM_RAM, ssd_dir=None, hot=0, codec=cache.codec, basis_dir=cache.settings.basis_dir
         ) as own:
-            layers = make_prompt_cache(model)
-            model(mx.array([tokens]), cache=layers)
-            own.store(tokens, layers, model=name, write_back_from=0)
-            own.fetch(tokens, model=name, leave=0)
+            for prompt in (tokens, parting):
+                layers = make_prompt_cache(model)
+                model(mx.array([prompt]), cache=layers)
+                own.store(prompt, layers, model=name, write_back_from=0)
+                own.fetch(prompt, model=name, leave=0)
     except Exception as error:  # a model that takes more than tokens: its first request compiles them
         log.debug("kernels are not compiled yet: %s: %s", type(error).__name__, error)
     if (seconds := time.monotonic() - began) > SAID_SECONDS:
