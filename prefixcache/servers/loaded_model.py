@@ -52,10 +52,10 @@ def form_of(
 
 
 def compile_kernels(cache: PrefixCache, model: Any, name: str) -> None:
-    """Store and fetch two prompts of a loaded model, the weights of which have this name, in a cache of its own, so that CUDA's
-    kernels are compiled: that takes half a minute in each process, since MLX keeps none of a library's. The second parts from
-    the first within a block, so that their rows are compared. Runs on the thread that generates. Metal compiles them in no
-    time.
+    """Store and fetch two prompts of a loaded model, the weights of which have this name, in a cache of its own, so that
+    CUDA's kernels are compiled: that takes half a minute in each process, since MLX keeps none of a library's. The second
+    parts from the first within a block, so that their rows are compared. Runs on the thread that generates. Metal compiles
+    them in no time.
     """
     if (dialect := dialect_here()) is None or dialect.name != "cuda":
         return
