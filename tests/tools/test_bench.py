@@ -5,12 +5,14 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tools.bench import claims, page, peer_codecs, peers, remote_serving, report, server, server_load
+from tests.servers import forked
+from tools.bench import claims, page, peer_codecs, peers, remote_serving, report, server, server_load, serving
 from tools.bench.__main__ import GROUPS
 from tools.bench.peer import contestants, tasks, venv
 from tools.bench.peer.contestants import MLX_LM, MLX_VLM, OURS, VLLM_MLX, Answer, Task
@@ -37,6 +39,32 @@ def _here(monkeypatch, tmp_path):
 def _in_this_process(module, function, *args):
     found = getattr(importlib.import_module(f"tools.bench.{module}"), function)(*args)
     return json.loads(json.dumps(found))
+
+
+@pytest.fixture
+def forked_servers(monkeypatch):
+    """Servers need not import again what they are made of: most of what they take is spent on that."""
+
+    def begin(command, *, env, stdout, **_):
+        main = theirs if command[: len(serving.THEIRS)] == serving.THEIRS else ours
+        flags = command[len(serving.THEIRS if main is theirs else serving.OURS) :]
+        return forked.Forked(main, flags, Path(stdout.name), Path(stdout.name), env)
+
+    if forked.FORKS:
+        monkeypatch.setattr(serving, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": begin}))
+
+
+def ours(flags):
+    from prefixcache.cli import app
+
+    app(["serve", *flags])
+
+
+def theirs(flags):
+    from mlx_lm import server
+
+    sys.argv = ["mlx_lm.server", *flags]
+    server.main()
 
 
 def figures(name):
@@ -107,7 +135,7 @@ def test_bytes_counted_meet_their_bar(name):
 
 
 @pytest.mark.parametrize("bench", ["server-beside-stock", "server-at-once"])
-def test_a_chat_beside_stock_is_hit_at_its_second_turn_and_after_a_restart(tmp_path, bench):
+def test_a_chat_beside_stock_is_hit_at_its_second_turn_and_after_a_restart(forked_servers, tmp_path, bench):
     cold, second, restarted = figures(bench)
     for name in ("mlx_lm.server", "--codec raw", "default"):
         assert cold.raw[name][0]["computed"] > 0.9 * cold.raw[name][0]["prompt"]  # others may share how it begins
@@ -117,7 +145,7 @@ def test_a_chat_beside_stock_is_hit_at_its_second_turn_and_after_a_restart(tmp_p
     assert not list(tmp_path.iterdir()), "a bench left files behind"
 
 
-def test_a_next_turn_after_a_pause_has_fewer_tokens_to_compute(tmp_path):
+def test_a_next_turn_after_a_pause_has_fewer_tokens_to_compute(forked_servers, tmp_path):
     for figure in figures("next-turns"):
         assert figure.raw["computed"] >= figure.raw["hit"] > 0
         assert figure.raw["own"] < figure.raw["all"]

@@ -141,13 +141,17 @@ def _said(replies: list[Reply]) -> str:
 
 
 def _of_scale(plans: dict[str, Chats]) -> Callable[[str], Iterator[Figure]]:
-    return lambda scale: beside_stock(plans[scale], serving.trained_model if scale == "tiny" else pretrained)
+    return lambda scale: beside_stock(plans[scale], _two_layers if scale == "tiny" else pretrained)
+
+
+def _two_layers(folder: Path) -> Path:
+    return serving.trained_model(folder, layers=2)
 
 
 def on_a_gpu(scale: str) -> Iterator[Figure]:
     """The same with a model of Llama 3.2 3B's shape and random weights."""
     if scale == "tiny":
-        yield from beside_stock(ON_A_GPU[scale], serving.trained_model)
+        yield from beside_stock(ON_A_GPU[scale], _two_layers)
     elif on_cpu():
         yield report.needs_a_gpu("time to the first token beside mlx_lm.server")
     else:
