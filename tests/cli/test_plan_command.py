@@ -210,9 +210,15 @@ def test_a_hybrid_model_tells_what_each_boundary_takes(call):
 
 
 @pytest.fixture(scope="module")
-def basis(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model's, alone in its folder."""
-    return calibrate(TINY, tmp_path_factory.mktemp("bases"))
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with few channels, whose basis is made in no time."""
+    return save_model(tmp_path_factory.mktemp("models") / "small")
+
+
+@pytest.fixture(scope="module")
+def basis(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The small model's, alone in its folder."""
+    return calibrate(small, tmp_path_factory.mktemp("bases"))
 
 
 @pytest.fixture(autouse=True)
@@ -267,34 +273,37 @@ def test_a_model_that_no_calibration_could_take_has_turboquants_sizes(call, tmp_
 
 
 @pytest.mark.parametrize("where", ["file", "folder", "variable"])
-def test_with_a_basis_the_sizes_are_what_it_expects(call, basis, where, monkeypatch):
+def test_with_a_basis_the_sizes_are_what_it_expects(call, small, basis, where, monkeypatch):
     options: tuple[object, ...] = {"file": ("--basis", basis), "folder": ("--basis-dir", basis.parent)}.get(where, ())
     if where == "variable":
         monkeypatch.setenv("PREFIXCACHE_BASIS_DIR", str(basis.parent))
-    told = of_codecs(call, "--model", TINY, "--codec", "transform:4,transform:3,raw", *options)
+    told = of_codecs(call, "--model", small, "--codec", "transform:4,transform:3,raw", *options)
     read_back = read(basis)
     for spec, quality in {"transform:4": 4, "transform:3": 3}.items():
         assert told[spec]["transform"] == {
-            "layers": 6,
+            "layers": 4,
             "estimate": False,
             "basis": read_back.hash,
             "basis_bytes": read_back.nbytes,
         }
         headers = 40  # bytes a token of a block: those of a small model's, and its tokens
         assert 0 < told[spec]["bytes_per_token"] - read_back.coded_bytes(quality) < headers
-    done = call("plan", "--model", TINY, *options)
+    done = call("plan", "--model", small, *options)
     assert f"transform:4: by basis {read_back.hash[:8]}, which takes" in done.stdout
     assert "estimate" not in done.stdout
 
 
-def test_a_config_alone_has_no_basis_in_the_folder(call, basis, tmp_path):
-    told = of_codecs(call, "--model", TINY / "config.json", "--codec", "transform", "--basis-dir", basis.parent)
+def test_a_config_alone_has_no_basis_in_the_folder(call, small, basis, tmp_path):
+    told = of_codecs(call, "--model", small / "config.json", "--codec", "transform", "--basis-dir", basis.parent)
     assert told["transform"]["transform"]["estimate"]
 
 
-def test_a_trace_is_run_with_a_transformed_model(planned, basis):
-    turboquant, estimated = planned("--codec", "turboquant:4"), planned("--codec", "transform")
-    calibrated = planned("--codec", "transform", "--basis", basis)
+def test_a_trace_is_run_with_a_transformed_model(planned, small, basis):
+    turboquant, estimated = (
+        planned("--model", small, "--codec", "turboquant:4"),
+        planned("--model", small, "--codec", "transform"),
+    )
+    calibrated = planned("--model", small, "--codec", "transform", "--basis", basis)
     for facts in (estimated, calibrated):
         assert facts["sizes"]["possible"]["hit_rate"] == turboquant["sizes"]["possible"]["hit_rate"]
         assert facts["sizes"]["working_set"] < turboquant["sizes"]["working_set"]
