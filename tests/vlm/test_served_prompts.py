@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from mlx_lm.models.cache import KVCache
 
 from prefixcache import PrefixCache
+from prefixcache.keys import BLOCK
 from prefixcache.servers.media_inputs import Placeholders
 from prefixcache.servers.mlx_vlm.prompts import ModelPrompts, ServedPrompt
 from tests.vlm import folders
@@ -162,6 +163,11 @@ def length(generator, question):
     return inputs(generator, question)["input_ids"].size
 
 
+def until_a_block_is_whole(generator, question):
+    """How many tokens an answer takes to reach beyond the block in which the prompt ends."""
+    return BLOCK - length(generator, question) % BLOCK + 8
+
+
 def test_another_question_about_the_same_picture_hits_all_of_it(generator):
     one, another = Question((TEXT, 0, "One?")), Question((TEXT, 0, "Another?"))
     ask(generator, one)
@@ -253,7 +259,7 @@ def test_an_answer_goes_on_from_the_one_before(generator):
     """The next turn hits what tokens it has of the prompt and its answer, in which a block became whole meanwhile."""
     question = Question((TEXT, TEXT, 0, "One?"))
     text_only = dict.fromkeys(folders.IDS.values(), -1e9)
-    answer = ask(generator, question, most=200, logit_bias=text_only)
+    answer = ask(generator, question, most=until_a_block_is_whole(generator, question), logit_bias=text_only)
     seen = [*inputs(generator, question)["input_ids"][0].tolist(), *answer.tokens]
     said = generator.tokenizer.decode(answer.tokens)
     turn = Question((*question.parts, f"<|im_end|>\n<|im_start|>assistant\n{said}<|im_end|>\n<|im_start|>user\nAnd?"))
@@ -268,7 +274,7 @@ def test_the_next_turn_may_leave_thoughts_out(generator, monkeypatch):
     """It parts from the prompt at its end, where the answer has made a block whole."""
     monkeypatch.setattr(generator.prompts, "_thinks", True)
     question = Question((TEXT, TEXT, 0, "One?"))
-    ask(generator, question, most=200)
+    ask(generator, question, most=until_a_block_is_whole(generator, question))
     turn = Question((*question.parts, "<|im_end|>\n<|im_start|>assistant\nNo.<|im_end|>\n<|im_start|>user\nAnd?"))
     assert ask(generator, turn).hit >= length(generator, question) - 1 - generator.prompts.is_recurrent
 
