@@ -3,8 +3,6 @@
 import gc
 import os
 import random
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import mlx.core as mx
@@ -66,38 +64,6 @@ def test_a_closed_cache_says_so_and_closes_twice(opened):
     for call in (cache.match, cache.fetch, cache.promote, cache.pin, cache.remove):
         with pytest.raises(RuntimeError, match="closed"):
             call(LONG, model="m")
-
-
-def test_a_process_that_ends_without_close_leaves_what_was_flushed(tmp_path):
-    script = f"""
-import os
-from prefixcache import PrefixCache
-from tests.models import states
-from tests.models.states import got, put
-cache = PrefixCache(ram="10MB", ssd_dir={str(tmp_path / "ssd")!r}, ssd="50MB", codec="raw")
-cache.store(list(range(1000)), states.sliceable(range(1000)), model="m")
-assert cache.flush(10)
-cache.store([5] * 600, states.sliceable([5] * 600), model="m")
-os._exit(9)
-"""
-    assert subprocess.run([sys.executable, "-c", script], cwd=os.getcwd()).returncode == 9
-    with PrefixCache(ram="10MB", ssd_dir=tmp_path / "ssd", ssd="50MB", codec="raw") as cache:
-        assert cache.promote(LONG, model="m").result(10) == 1000
-        assert got(cache, LONG) == 999
-        cache.check_integrity()
-
-
-def test_an_interpreter_that_ends_without_close_does_not_hang(tmp_path):
-    script = f"""
-from prefixcache import PrefixCache
-from tests.models import states
-from tests.models.states import got, put
-cache = PrefixCache(ram="10MB", ssd_dir={str(tmp_path / "ssd")!r}, ssd="50MB", codec="raw")
-cache.store(list(range(1000)), states.sliceable(range(1000)), model="m")
-cache.promote(list(range(1000)), model="m").result()
-"""
-    done = subprocess.run([sys.executable, "-c", script], cwd=os.getcwd(), timeout=60, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
 
 
 def test_nothing_is_reserved_or_pinned_after_an_encode_that_fails(opened, monkeypatch):

@@ -47,7 +47,7 @@ def put(cache, tokens, make=states.sliceable, salt=b"", session=""):
     return cache.store(prompt, make(tokens)).tokens
 
 
-def flood(cache, make=states.sliceable, times=3, salt=b""):
+def flood(cache, make=states.sliceable, times=2, salt=b""):
     """One-off prompts of so many times the bytes of all tiers; those that come are asked for once more, as real ones are."""
     stats, stored, seed = cache.stats(), 0, 100
     room = max(stats.ram_limit, stats.ssd.limit if stats.ssd is not None else 0)

@@ -77,15 +77,20 @@ def test_a_second_process_is_told_who_has_the_directory_and_may_look_at_it(tmp_p
 
 
 def test_a_directory_is_free_the_moment_its_process_was_killed(tmp_path):
-    other = program(
-        "put = cache.store(LONG, states.sliceable(LONG), model='m'); cache.flush(); print('x', flush=True); time.sleep(60)",
-        tmp_path,
-    )
-    assert other.stdout.readline() == "x\n"
+    script = """
+        cache.store(LONG, states.sliceable(LONG), model='m')
+        assert cache.flush(10)
+        cache.store([5] * 600, states.sliceable([5] * 600), model='m')
+        print('flushed', flush=True)
+        time.sleep(60)
+    """
+    other = program(script, tmp_path)
+    assert other.stdout.readline() == "flushed\n"
     other.kill()
     other.wait()
     with open_on(tmp_path) as cache:
         assert exact(cache, LONG)
+        cache.check_integrity()
 
 
 def test_reconcile_and_inspect_find_nothing_wrong_while_a_cache_is_at_work(tmp_path):
@@ -209,7 +214,10 @@ def test_a_fork_that_ends_by_exit_neither_closes_nor_changes_the_parents_directo
 
 @pytest.mark.parametrize("end", ["raise ValueError('a bug')", "del cache; import gc; gc.collect()"])
 def test_a_program_that_ends_without_close_leaves_a_warm_and_clean_directory(tmp_path, end):
-    _, err = program(f"cache.store(LONG, states.sliceable(LONG), model='m')\n{end}", tmp_path).communicate(timeout=60)
+    script = f"cache.store(LONG, states.sliceable(LONG), model='m')\ncache.promote(LONG, model='m').result()\n{end}"
+    ended = program(script, tmp_path)
+    _, err = ended.communicate(timeout=60)
+    assert ended.returncode == ("a bug" in end)
     assert "prefixcache" not in err
     assert ("a bug" in err) == ("a bug" in end)
     assert reconcile(tmp_path, dry_run=True, deep=True).clean
