@@ -5,19 +5,19 @@ mlx-lm is imported when the command runs, so that asking for help and a wrong fi
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from prefixcache.cli.model_files import load_tokenizer, model_folder
 from prefixcache.cli.options import AsJson, CanonicalOptions, TokenizerOptions, with_options
 from prefixcache.cli.running.prompts import read_bodies
 from prefixcache.cli.text import Refused, many, print_json, refusing, safe
 
 if TYPE_CHECKING:
-    from prefixcache.servers.compared_prompts import Comparison, RequestReader, Side
+    from prefixcache.servers.compared_prompts import Comparison, Side
 
 Model = Annotated[str, typer.Option(metavar="MODEL", help="The model's folder, or its name on Hugging Face.")]
 Request = Annotated[Path, typer.Argument(help="The body of a chat, messages or responses request, as JSON.")]
@@ -41,10 +41,12 @@ def explain(
     with refusing():
         bodies = [_body(file) for file in (first, second)]
         arguments = tokenizer.template_arguments()
-        from prefixcache.servers.compared_prompts import compare
+        from prefixcache.servers.chat_messages import template_roles
+        from prefixcache.servers.compared_prompts import RequestReader, compare
         from prefixcache.servers.request_schema import RequestRefused
 
-        reader = _reader(model, tokenizer.config(), arguments)
+        loaded = load_tokenizer(model, model_folder(model), tokenizer.config())
+        reader = RequestReader(loaded, template_roles(loaded), arguments)
         try:
             compared = compare(reader, *bodies, rules=text.rules())
         except ValueError as error:
@@ -60,24 +62,6 @@ def _body(file: Path) -> dict[str, Any]:
     if len(bodies) != 1:
         raise Refused(f"{file}: {len(bodies)} requests; give a file with one")
     return bodies[0][1]
-
-
-def _reader(model: str, config: dict[str, Any], arguments: dict[str, Any]) -> RequestReader:
-    from mlx_lm.utils import load_tokenizer
-
-    from prefixcache.servers.chat_messages import template_roles
-    from prefixcache.servers.compared_prompts import RequestReader
-    from prefixcache.upstream import download
-
-    logging.getLogger("transformers").setLevel(logging.ERROR)  # it would warn that a prompt is longer than the context
-    try:
-        folder = Path(model).expanduser()
-        folder = folder if folder.is_dir() else download(model)
-        tokenizer = load_tokenizer(folder, config)
-    except Exception as error:  # what the Hub and tokenizers raise has no common class
-        reason = " ".join(str(error).split())[:200]
-        raise Refused(f"--model {model}: its tokenizer can't be loaded: {reason}; give a model's folder") from error
-    return RequestReader(tokenizer, template_roles(tokenizer), arguments)
 
 
 def _facts(compared: Comparison) -> dict[str, Any]:

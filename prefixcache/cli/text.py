@@ -57,6 +57,11 @@ def complain(message: str) -> None:
     typer.echo(f"prefixcache: {safe(_PASSWORD.sub(_LEFT_OUT, message))}", err=True)
 
 
+def one_line(error: BaseException) -> str:
+    """Return an error's text without line ends; its class where it has none."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 def print_json(value: dict[str, Any]) -> None:
     """Print one object on stdout: ASCII, no colours, keys in the order that they were given."""
     typer.echo(json.dumps(value, indent=2, ensure_ascii=True, allow_nan=False))

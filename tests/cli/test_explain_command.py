@@ -138,7 +138,10 @@ def test_what_cannot_be_read_is_told_in_a_line(written, call, tmp_path):
         assert said in done.stderr
     done = call("explain", good, good, "--model", tmp_path / "no-model")
     assert (done.exit_code, done.stderr.count("\n")) == (2, 1)
-    assert "its tokenizer can't be loaded" in done.stderr
+    assert f"--model {tmp_path / 'no-model'}: no such folder" in done.stderr
+    done = call("explain", good, good, "--model", tmp_path)
+    assert (done.exit_code, done.stderr.count("\n")) == (2, 1)
+    assert f"--model {tmp_path}: its tokenizer can't be loaded: " in done.stderr
 
 
 def test_what_requests_say_cannot_write_to_the_terminal(written, call):

@@ -6,24 +6,23 @@ MLX and mlx-lm are imported when the command runs, so that asking for help and a
 
 from __future__ import annotations
 
-import logging
-import re
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from prefixcache.cache import PrefixCache
+from prefixcache.cli.model_files import load_tokenizer, model_folder
 from prefixcache.cli.options import AdapterPath, CanonicalOptions, TokenizerOptions, flag_of, with_options
 from prefixcache.cli.progress import bar
 from prefixcache.cli.running.admin_client import KeyFile
 from prefixcache.cli.running.warm import warm_live
 from prefixcache.cli.serve.cache_options import Flags, settings_from, with_settings
-from prefixcache.cli.text import Refused, complain, many
+from prefixcache.cli.text import Refused, complain, many, one_line
 from prefixcache.layers import CacheError
 from prefixcache.ranks.launcher import when_launcher_ends
 from prefixcache.settings import Settings
@@ -36,10 +35,6 @@ if TYPE_CHECKING:
 
 # Nobody waits for an answer here, so what is stored may wait for the disk as long as that takes.
 PATIENT = {"spill": "wait", "spill_wait": 60.0, "close_timeout": 3600.0}
-
-
-class NotWarmed(Exception):
-    """It can't be done. The text is one line: what is wrong, and what to do."""
 
 
 class Stopped(BaseException):
@@ -58,6 +53,10 @@ class WarmOptions:
     pipeline: Annotated[
         bool, typer.Option("--pipeline", help="Under mlx.launch: a pipeline, as the server's, not tensor parallelism.")
     ] = False
+
+    @property
+    def adapter(self) -> str | None:
+        return str(Path(self.adapter_path).expanduser()) if self.adapter_path is not None else None
 
 
 @with_settings
@@ -111,27 +110,37 @@ def warm(
                 raise typer.Exit(2)
         return warm_live(url, admin_key_file, prompts or [])
     try:
-        settings = _patient(_settings(flags))
+        settings = _settings(flags)
         arguments = tokenizer.template_arguments()
-        requests = _read(prompts or [], text)
-        source = _find(given, tokenizer)
-        ranks = _ranks(given.adapter_path)
-        sequences = _tokenize(source, requests, arguments)
+        requests = _read(prompts or [], text.rules())
+        if given.model is None:
+            raise Refused("--model is missing: give a model's folder, or its name on Hugging Face (owner/name)")
+        from prefixcache.identity import model_identity
+        from prefixcache.servers.warm_prompts import sequences_of
+
+        folder = model_folder(given.model)
+        name = model_identity(folder, given.adapter)
+        ranks = _ranks(given.adapter)
+        sequences = sequences_of(load_tokenizer(given.model, folder, tokenizer.config()), requests, arguments)
+
+        def load() -> Any:
+            return _load(folder, given, tokenizer.trust_remote_code, ranks)
+
         with _errors_of(ranks):
-            done, lost = _warm(settings, source, sequences, given, ranks)
-    except (NotWarmed, Refused, SsdError) as error:
-        complain(_one_line(error))
+            done = _warm(settings, load, name, sequences, given, ranks)
+    except (ValueError, OSError, SsdError) as error:
+        complain(one_line(error))
         raise typer.Exit(2) from error
     except Stopped as stopped:
         number = signal.Signals(stopped.args[0])
         complain(f"ended by {number.name}: what was computed is stored; the same command goes on from there")
         raise typer.Exit(128 + number) from None
     if ranks is not None and not ranks.is_first:
-        raise typer.Exit(1 if lost else 0)
+        raise typer.Exit(1 if done.unkept else 0)
     whole = f", {done.skipped:,} stored already" if done.skipped else ""
     typer.echo(f"{many(done.prompts, 'prompt')}{whole}; {done.computed:,} of {many(done.tokens, 'token')} computed")
-    if lost:
-        complain(f"{lost} of {many(done.prompts, 'prompt')} found no room: give more with --ssd and --ram")
+    if done.unkept:
+        complain(f"{done.unkept} of {many(done.prompts, 'prompt')} found no room: give more with --ssd and --ram")
         raise typer.Exit(1)
 
 
@@ -139,121 +148,42 @@ def warm(
 
 
 def _settings(flags: Flags) -> Settings:
-    try:
-        settings = settings_from(flags)
-    except ValueError as error:
-        raise NotWarmed(str(error)) from error
+    settings = settings_from(flags)
     if settings.ssd_dir is None or settings.ssd == 0:
         problem = "--ssd-dir is missing" if settings.ssd_dir is None else "--ssd 0"
-        raise NotWarmed(f"{problem}: without an SSD tier all would be lost at the end; add --ssd-dir DIR with an --ssd")
-    return settings
-
-
-def _patient(settings: Settings) -> Settings:
+        raise Refused(f"{problem}: without an SSD tier all would be lost at the end; add --ssd-dir DIR with an --ssd")
     return settings.model_copy(update={n: value for n, value in PATIENT.items() if n not in settings.model_fields_set})
 
 
-def _read(files: list[Path], text: CanonicalOptions) -> list[WarmPrompt]:
+def _read(files: list[Path], rules: Sequence[str]) -> list[WarmPrompt]:
     if not files:
-        raise NotWarmed("no prompts: name a file that has a prompt as JSON on each line")
+        raise Refused("no prompts: name a file that has a prompt as JSON on each line")
     from prefixcache.servers.warm_prompts import read_prompts
 
+    return [prompt.canonical(rules) for file in files for prompt in read_prompts(file)]
+
+
+def _load(folder: Path, given: WarmOptions, trusted: bool, ranks: Ranks | None) -> Any:
+    """Load the weights, or a rank's part of them. `trusted`: code that comes with them is run; mlx-lm 0.31 never asks."""
+    from mlx_lm.utils import load_adapters, load_model, sharded_load
+
+    from prefixcache.upstream import any_backend, known_options
+
     try:
-        rules = text.rules()
-        return [prompt.canonical(rules) for file in files for prompt in read_prompts(file)]
-    except ValueError as error:
-        raise NotWarmed(str(error)) from error
-
-
-# -- the model --------------------------------------------------------------------------------------------------------
-
-
-class GivenModel(NamedTuple):
-    """A model as it was given, its folder and its adapter's, its name in the cache, and how its tokenizer is to be made."""
-
-    model: str
-    folder: Path
-    adapter: str | None
-    name: str
-    tokenizer_config: dict[str, Any]
-
-    def load_part(self, group: Any, *, pipeline: bool) -> Any:
-        from mlx_lm.utils import sharded_load
-
-        from prefixcache.upstream import any_backend, known_options
-
-        whose = {"pipeline_group" if pipeline else "tensor_group": group}
-        trusted = known_options(sharded_load, trust_remote_code=self.tokenizer_config["trust_remote_code"])
-        config = known_options(sharded_load, tokenizer_config=self.tokenizer_config)
-        try:
+        if ranks is not None:
+            options = known_options(
+                sharded_load, tokenizer_config={"trust_remote_code": trusted}, trust_remote_code=trusted
+            )
+            whose = {"pipeline_group" if given.pipeline else "tensor_group": ranks.group}
             with any_backend():
-                return sharded_load(str(self.folder), **whose, **config, **trusted)[0]
-        except Exception as error:
-            raise NotWarmed(f"--model {self.folder}: mlx-lm can't load it: {_one_line(error)}") from error
-
-    def load(self) -> Any:
-        """Load the weights. Their code comes along where that is trusted; mlx-lm 0.31 never asks."""
-        from mlx_lm.utils import load_adapters, load_model
-
-        from prefixcache.upstream import known_options
-
-        trusted = known_options(load_model, trust_remote_code=self.tokenizer_config["trust_remote_code"])
-        try:
-            model, _ = load_model(self.folder, **trusted)
-            if self.adapter is not None:
-                model = load_adapters(model, self.adapter)
-                model.eval()
-        except Exception as error:  # what mlx-lm raises has no common class
-            raise NotWarmed(f"--model {self.folder}: mlx-lm can't load it: {_one_line(error)}") from error
+                return sharded_load(str(folder), **whose, **options)[0]
+        model, _ = load_model(folder, **known_options(load_model, trust_remote_code=trusted))
+        if given.adapter is not None:
+            model = load_adapters(model, given.adapter)
+            model.eval()
         return model
-
-
-def _find(given: WarmOptions, tokenizer: TokenizerOptions) -> GivenModel:
-    """Return the model's files, downloaded where need be, and its identity. Nothing is loaded yet."""
-    from prefixcache.identity import model_identity
-
-    model = given.model
-    if model is None:
-        raise NotWarmed("--model is missing: give a model's folder, or its name on Hugging Face (owner/name)")
-    folder = Path(model).expanduser()
-    if not folder.is_dir():
-        folder = _download(model)
-    adapter = str(Path(given.adapter_path).expanduser()) if given.adapter_path is not None else None
-    try:
-        return GivenModel(model, folder, adapter, model_identity(folder, adapter), tokenizer.config())
-    except (OSError, ValueError) as error:
-        raise NotWarmed(str(error)) from error
-
-
-def _download(name: str) -> Path:
-    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
-        raise NotWarmed(
-            f"--model {name}: no such folder; give a model's folder, or its name on Hugging Face (owner/name)"
-        )
-    from prefixcache.upstream import download
-
-    try:
-        return download(name)
-    except Exception as error:  # what the Hub raises has no common class
-        raise NotWarmed(
-            f"--model {name}: no such folder, and Hugging Face doesn't give it: {_one_line(error)}"
-        ) from error
-
-
-def _tokenize(source: GivenModel, prompts: list[WarmPrompt], options: dict[str, Any]) -> list[WarmSequence]:
-    from mlx_lm.utils import load_tokenizer
-
-    from prefixcache.servers.warm_prompts import BadPrompt, sequences_of
-
-    logging.getLogger("transformers").setLevel(logging.ERROR)  # it would warn that a prompt is longer than the context
-    try:
-        tokenizer = load_tokenizer(source.folder, source.tokenizer_config)
-    except Exception as error:
-        raise NotWarmed(f"--model {source.folder}: mlx-lm can't load its tokenizer: {_one_line(error)}") from error
-    try:
-        return sequences_of(tokenizer, prompts, options)
-    except BadPrompt as error:
-        raise NotWarmed(str(error)) from error
+    except Exception as error:  # what mlx-lm raises has no common class
+        raise Refused(f"--model {given.model}: mlx-lm can't load it: {one_line(error)}") from error
 
 
 # -- the work ---------------------------------------------------------------------------------------------------------
@@ -269,13 +199,13 @@ def _ranks(adapter: str | None) -> Ranks | None:
     if group.size() == 1:
         return None
     if adapter is not None:
-        raise NotWarmed("--adapter-path with several ranks: mlx-lm has no adapters there; leave it out")
+        raise Refused("--adapter-path with several ranks: mlx-lm has no adapters there; leave it out")
     return Ranks(group)
 
 
 @contextmanager
 def _errors_of(ranks: Ranks | None) -> Iterator[None]:
-    """Raise NotWarmed for what ends the work of all: a rank that is gone, can't open its cache or has other weights."""
+    """Raise Refused for what ends the work of all: a rank that is gone, can't open its cache or has other weights."""
     from prefixcache.ranks import OtherWeights
 
     try:
@@ -283,24 +213,18 @@ def _errors_of(ranks: Ranks | None) -> Iterator[None]:
     except (RuntimeError, OtherWeights) as error:
         if ranks is None:
             raise
-        raise NotWarmed(f"rank {ranks.rank} can't go on: {_one_line(error)}; what was stored is kept") from error
-
-
-class WarmResult(NamedTuple):
-    """What was done, and how many prompts the directory doesn't hold whole."""
-
-    done: Warmed
-    lost: int
+        raise Refused(f"rank {ranks.rank} can't go on: {one_line(error)}; what was stored is kept") from error
 
 
 def _warm(
     settings: Settings,
-    source: GivenModel,
+    load_model: Callable[[], Any],
+    name: str,
     sequences: list[WarmSequence],
     given: WarmOptions,
     ranks: Ranks | None,
-) -> WarmResult:
-    """Warm them, and count those that the directory doesn't hold whole, as the next process will find it."""
+) -> Warmed:
+    """Warm them. What is `unkept` is not whole in the directory, as the next process will find it."""
     from mlx_lm.generate import wired_limit
 
     from prefixcache.ranks import rank_identity
@@ -315,7 +239,7 @@ def _warm(
 
         def load() -> Any:
             show(None, what="loading the model")
-            model = source.load() if ranks is None else source.load_part(group, pipeline=given.pipeline)
+            model = load_model()
             stack.enter_context(wired_limit(model))  # as mlx-lm does it: on a Mac the weights stay in memory
             return model
 
@@ -323,33 +247,25 @@ def _warm(
             show(step.done, what=f"prompt {step.prompt} of {step.prompts}")
             check()
 
-        name = source.name
         if ranks is not None:  # only the loaded model tells what its part is called
             part = load()
             name, load = rank_identity(name, part, ranks), lambda: part
-        with _open(settings, group) as cache:
-            calibration_of(cache, name, source.model, source.adapter)
+        with PrefixCache(settings, group=group) as cache:
+            calibration_of(cache, name, str(given.model), given.adapter)
             try:
                 done = warm_sequences(
                     cache, load, sequences, model=name, prefill_step_size=given.prefill_step_size, progress=progress
                 )
             except CacheError as error:
-                raise NotWarmed(f"--model {source.folder}: its prompt cache can't be kept: {error}") from error
+                raise Refused(f"--model {given.model}: its prompt cache can't be kept: {error}") from error
             show(total, what="writing")
         if not done.computed or ranks is not None:  # ranks would have to open it together
-            return WarmResult(done, done.unkept)
+            return done
         try:
-            with _open(settings, group) as cache:
-                return WarmResult(done, unkept(cache, sequences, model=name))
+            with PrefixCache(settings) as cache:
+                return done._replace(unkept=unkept(cache, sequences, model=name))
         except DirectoryHeld:  # a server was quicker
-            return WarmResult(done, done.unkept)
-
-
-def _open(settings: Settings, group: Any) -> PrefixCache:
-    try:
-        return PrefixCache(settings, group=group)
-    except ValueError as error:
-        raise NotWarmed(str(error)) from error
+            return done
 
 
 @contextmanager
@@ -383,7 +299,3 @@ def _ending(ranks: Ranks | None) -> Iterator[Callable[[], None]]:
     finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
