@@ -8,12 +8,9 @@ no request waits for it. Decision 0036 says why.
 
 from __future__ import annotations
 
-from array import array
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
-
-import numpy as np
 
 from prefixcache.blocks.graph import NODE_BYTES
 from prefixcache.blocks.lookup import image_depth, required_images
@@ -21,12 +18,11 @@ from prefixcache.blocks.node import BLOCK_BYTES, RAM, Node, Slot
 from prefixcache.codecs import Codec
 from prefixcache.image_format import ROWS, SNAPSHOT, ImageKind
 from prefixcache.keys import BLOCK, TOKEN_BYTES
-from prefixcache.memory import collector_at_rest
 from prefixcache.planning.model import ModelState
 from prefixcache.planning.outcome import Fleet, FleetOutcome
 from prefixcache.planning.routing import machines_of
 from prefixcache.planning.simulated_ssd import Done, SimulatedImage
-from prefixcache.planning.simulator import EVERY, Prompts, Simulation, last_tier
+from prefixcache.planning.simulator import Given, Simulation, last_tier, replay
 from prefixcache.ssd.entries import Entry
 from prefixcache.tiers.promotion import PATIENCE, promote
 from prefixcache.tiers.prompt import Deepest, Hit, Prompt
@@ -155,6 +151,9 @@ class Machine(Simulation):
         if local.depth < end:
             self.trips += 1
             self._bring(prompt, local)
+
+    def given_so_far(self) -> Given:
+        return super().given_so_far()._replace(remote_read=self._remote.read_bytes, trips=self.trips)
 
     def used(self, hit: Hit) -> None:
         self.remote_tokens += max(hit.depth - self._local, 0)
@@ -302,33 +301,16 @@ def simulate_fleet(
         Simulation(state, codec, fleet.cell) if fleet.remote_admission is None else Machine(state, codec, fleet, remote)
         for _ in range(fleet.machines)
     ]
-    asked, hit, hot, read, remote_read, trips = (array("q") for _ in range(6))
-    by_machine = [0] * fleet.machines
-    prompts = Prompts(block)
-    with collector_at_rest():
-        chosen = machines_of(requests, fleet.machines, fleet.routing)
-        for number, (request, index) in enumerate(zip(requests, chosen, strict=True)):
-            machine = machines[index]
-            prompt = machine.prompt(prompts.token_bytes(request))
-            if request.call != "store" and len(prompt):
-                before = *machine.given_so_far(), remote.read_bytes, _trips(machine)
-                hit.append(machine.fetch(prompt))
-                asked.append(request.tokens)
-                after = *machine.given_so_far(), remote.read_bytes, _trips(machine)
-                for counts, new, old in zip((hot, read, remote_read, trips), after, before, strict=True):
-                    counts.append(new - old)
-                by_machine[index] += 1
-            if request.call != "fetch" and len(prompt):
-                machine.store(prompt)
-            if progress is not None and number % EVERY == 0:
-                progress(number)
+    chosen = machines_of(requests, fleet.machines, fleet.routing)
+    served = replay(
+        ((request, machines[index]) for request, index in zip(requests, chosen, strict=True)), block, progress
+    )
     counters = [machine.storage.counters for machine in machines]
     remote_tokens = sum(machine.remote_tokens for machine in machines if isinstance(machine, Machine))
-    arrays = (np.array(counts, np.int64) for counts in (asked, hit, hot, read, remote_read, trips))
     return FleetOutcome(
         fleet,
-        by_machine,
-        sum(asked),
+        [c.fetches for c in counters],
+        int(served.asked.sum()),
         sum(c.ram_hit_tokens for c in counters),
         sum(c.hot_hit_tokens for c in counters),
         sum(c.ssd_hit_tokens for c in counters) - remote_tokens,
@@ -340,9 +322,5 @@ def simulate_fleet(
         remote.reused_tokens,
         remote.evicted,
         remote.peak,
-        *arrays,
+        *served[1:],
     )
-
-
-def _trips(machine: Simulation) -> int:
-    return machine.trips if isinstance(machine, Machine) else 0

@@ -181,10 +181,14 @@ class SizeSource:
 
 
 class Given(NamedTuple):
-    """Tokens that hot prompts gave, and bytes that promotions read from the SSD."""
+    """What fetches were given: tokens by hot prompts, bytes that promotions read from the SSD and from a remote tier, and
+    round trips to it that they waited for.
+    """
 
-    hot_tokens: int
-    read_bytes: int
+    hot: int
+    read: int
+    remote_read: int = 0
+    trips: int = 0
 
 
 class Simulation:
@@ -262,10 +266,9 @@ class Simulation:
             promote(self.storage, prompt, 0, source=self.source)
             self.run_writer()
 
-    def rest(self, since: float, until: float) -> None:
-        """Let time pass: nobody asks between these two times (seconds)."""
-        if until - since > LOOKS * PERIOD:
-            self._now = since
+    def rest(self, until: float) -> None:
+        """Let time pass: nobody asks until then (seconds)."""
+        if until - self._now > LOOKS * PERIOD:
             while self._idle.write():
                 self.run_writer()
         self._now = until
@@ -331,44 +334,65 @@ def simulate(
     `progress` is told the requests done, now and then. Raises ValueError where RAM has no size.
     """
     run = Simulation(state, codec, cell)
-    asked, given, hot, read = array("q"), array("q"), array("q"), array("q")
-    first, last = None, 0.0
-    prompts = Prompts(block)
-    with collector_at_rest():
-        for number, request in enumerate(requests):
-            prompt = run.prompt(prompts.token_bytes(request))
-            run.rest(last, request.time)
-            first, last = request.time if first is None else first, request.time
-            if request.call != "store" and len(prompt):
-                before = run.given_so_far()
-                given.append(run.fetch(prompt))
-                asked.append(request.tokens)
-                after = run.given_so_far()
-                hot.append(after.hot_tokens - before.hot_tokens)
-                read.append(after.read_bytes - before.read_bytes)
-            if request.call != "fetch" and len(prompt):
-                run.store(prompt)
-            if progress is not None and number % EVERY == 0:
-                progress(number)
+    served = replay(((request, run) for request in requests), block, progress)
     counts: dict[str, Any] = {name: getattr(run.storage.counters, name) for name in COUNTED}
     counts |= {name: getattr(run.ssd, name, 0) for name in COUNTED_OF_SSD}
-    arrays: dict[str, Any] = {
-        name: np.array(each, np.int64)
-        for name, each in (("asked", asked), ("hit", given), ("hot", hot), ("read", read))
-    }
     return CellOutcome(
         cell=cell,
-        requests=len(asked),
-        seconds=last - (first or 0.0),
-        asked_tokens=sum(asked),
+        requests=len(served.asked),
+        seconds=served.seconds,
+        asked_tokens=int(served.asked.sum()),
         ram_tokens=run.storage.counters.ram_hit_tokens,
         hot_tokens=run.storage.counters.hot_hit_tokens,
         ssd_tokens=run.storage.counters.ssd_hit_tokens,
         ram_peak=run.storage.budget.peak,
         ssd_peak=run.ssd.peak if run.ssd is not None else 0,
         **counts,
-        **arrays,
+        asked=served.asked,
+        hit=served.hit,
+        hot=served.hot,
+        read=served.read,
     )
+
+
+class ReplayedRequests(NamedTuple):
+    """What came of requests, arrays with an element for each that fetched, int64: tokens `asked` and `hit`, and as `Given`
+    has it what they were given. `seconds`: from the first to the last.
+    """
+
+    seconds: float
+    asked: np.ndarray
+    hit: np.ndarray
+    hot: np.ndarray
+    read: np.ndarray
+    remote_read: np.ndarray
+    trips: np.ndarray
+
+
+def replay(
+    calls: Iterable[tuple[Request, Simulation]], block: int, progress: Callable[[int], None] | None = None
+) -> ReplayedRequests:
+    """Serve requests, one after the other, each by the simulation that stands with it; else as `simulate`."""
+    asked, hit = array("q"), array("q")
+    given = [array("q") for _ in Given._fields]
+    first, last = None, 0.0
+    prompts = Prompts(block)
+    with collector_at_rest():
+        for number, (request, machine) in enumerate(calls):
+            prompt = machine.prompt(prompts.token_bytes(request))
+            machine.rest(request.time)
+            first, last = request.time if first is None else first, request.time
+            if request.call != "store" and len(prompt):
+                before = machine.given_so_far()
+                hit.append(machine.fetch(prompt))
+                asked.append(request.tokens)
+                for counts, new, old in zip(given, machine.given_so_far(), before, strict=True):
+                    counts.append(new - old)
+            if request.call != "fetch" and len(prompt):
+                machine.store(prompt)
+            if progress is not None and number % EVERY == 0:
+                progress(number)
+    return ReplayedRequests(last - (first or 0.0), *(np.array(counts, np.int64) for counts in (asked, hit, *given)))
 
 
 class Prompts:
