@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -32,16 +33,19 @@ class Computing:
     alive: Callable[[], bool]
     stored: int = 0
 
+    def has(self, boundary: int) -> bool:
+        """Tell whether it is stored up to a boundary, or never will be."""
+        return self.stored >= boundary or not self.alive()
 
-class Awaited(NamedTuple):
-    """Wait until `prompt` is stored up to `boundary`, at the latest until `until` (of time.monotonic())."""
 
-    prompt: Computing
-    boundary: int
+class Wait(NamedTuple):
+    """A request waits until something is `done`, at the latest until `until` (of time.monotonic()). `boundary`: up to which
+    another's prompt is to be stored, where it waits for that.
+    """
+
+    done: Callable[[], bool]
     until: float
-
-    def done(self) -> bool:
-        return self.prompt.stored >= self.boundary or not self.prompt.alive()
+    boundary: int = 0
 
     def over(self) -> bool:
         return self.done() or time.monotonic() >= self.until
@@ -61,7 +65,7 @@ class Admission:
         self._in_vain_until = 0.0
         self._under_way: list[Computing] = []
 
-    def wait_for(self, ids: np.ndarray, space: Space, has: int, *, sliceable: bool) -> Awaited | None:
+    def wait_for(self, ids: np.ndarray, space: Space, has: int, *, sliceable: bool) -> Wait | None:
         """Whom a prompt should wait for, of whose tokens `has` can be had already; None: nobody.
 
         Only for a part that is worth it: `LEAST` tokens, and no more than twice as much to be computed for it. A model
@@ -87,7 +91,8 @@ class Admission:
         if best is None:
             return None
         self.waited += 1
-        return Awaited(best[1], best[2], time.monotonic() + self.longest)
+        _, prompt, boundary = best
+        return Wait(partial(prompt.has, boundary), time.monotonic() + self.longest, boundary)
 
     def shared(self, ids: np.ndarray, space: Space) -> int:
         """Return with how many tokens both this prompt, but for its last one, and another that is under way begin."""

@@ -87,10 +87,6 @@ class ReadOrCompute:
             OrderedDict()
         )  # by prompt: its length and its hash
 
-    def match(self, prompt: Prompt, leave: int = 1) -> Match:
-        """Return how deep the hit to come can be."""
-        return self.cache.match(prompt, leave=leave)
-
     def begin(self, prompt: Prompt, match: Match, leave: int = 1) -> AwaitedPromotions | None:
         """Start to bring in what SSD and remote tier have beyond RAM, of a prompt with this `match`. None where there is
         nothing, or where computing is quicker: then what the SSD has comes too, for the next request; nobody waits for it.
@@ -149,7 +145,7 @@ class ReadOrCompute:
     def wait(self, prompt: Prompt, leave: int = 1) -> None:
         """`begin`, and wait for it as long as that pays. What comes later comes for the next request."""
         try:
-            reading = self.begin(prompt, self.match(prompt, leave), leave)
+            reading = self.begin(prompt, self.cache.match(prompt, leave=leave), leave)
             if reading is not None:
                 reading.wait()
         except FuturesTimeout:

@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import re
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx_lm.server as upstream
 
+from prefixcache.cache import Match
 from prefixcache.tiers.parting import Parting
 
 CUT, REFUSED, GONE, FAILED = "cut", "refused", "client gone", "failed"  # how it ended, where no finish_reason says so
@@ -20,16 +21,6 @@ REASON = 200  # characters of why a request was refused
 _QUOTED = re.compile(r"""(?!(?<=\w\w)'[st]\b)'[^']*'?|"[^"]*"?|`[^`]*`?""")  # "the model's" and "can't" quote nothing
 
 
-class HitDepths(NamedTuple):
-    """Tokens of a prompt that could be had when it came: from RAM, from RAM and SSD; and with the remote tier, which is known
-    when it has answered.
-    """
-
-    ram: int
-    ssd: int
-    remote: int = 0
-
-
 class RequestLog:
     """One request, watched. Times are `time.monotonic()`'s, in seconds.
 
@@ -38,7 +29,8 @@ class RequestLog:
 
     def __init__(self) -> None:
         self.arrived = time.monotonic()
-        self.depths: HitDepths | None = None  # None: the SSD was not asked yet
+        self.depths: Match | None = None  # what could be had when it came; None: the SSD was not asked yet
+        self.remote_depth = 0  # the same with the remote tier, once that has answered
         self.ssd_wait = 0.0
         self.asks_remote = False
         self.end = ""
@@ -57,8 +49,8 @@ class RequestLog:
         """Hear that it waits for them no longer; RAM has so many of its tokens now."""
         if self._waits_since is not None:
             self.ssd_wait, self._waits_since = time.monotonic() - self._waits_since, None
-            if self.depths is not None and self.asks_remote:
-                self.depths = self.depths._replace(remote=ram)
+            if self.asks_remote:
+                self.remote_depth = ram
 
     def saw(self, answer: Any) -> None:
         """Hear what was put on the queue on which it is answered."""
@@ -92,9 +84,9 @@ class RequestLog:
         if self._context is None:
             return fields | ({"reason": self.reason} if self.reason and fields["end"] == REFUSED else {})
         prompt, cached = len(self._context.prompt), max(self._context.prompt_cache_count, 0)
-        depths = self.depths or HitDepths(0, 0)
+        depths = self.depths or Match(0, 0)
         from_ssd = max(min(cached, depths.ssd) - depths.ram, 0)
-        from_remote = max(min(cached, depths.remote) - depths.ssd, 0)
+        from_remote = max(min(cached, self.remote_depth) - depths.ssd, 0)
         fields |= {
             "prompt_tokens": prompt,
             "ram_tokens": cached - from_ssd - from_remote,

@@ -14,9 +14,10 @@ from mlx_lm import server as upstream
 from mlx_lm.utils import load
 
 from prefixcache import PrefixCache, __version__, model_identity
+from prefixcache.cache import Match
 from prefixcache.codecs.turboquant import backends as turboquant_backends
 from prefixcache.servers.mlx_lm import generator as mlx_lm_requests
-from prefixcache.servers.request_log import CUT, REFUSED, HitDepths, RequestLog, in_words
+from prefixcache.servers.request_log import CUT, REFUSED, RequestLog, in_words
 from prefixcache.settings import ram_auto
 from tests.servers.serving import SECONDS, Server, ask, save_model, serving, text, user
 from tests.servers.test_requests import Asked, generating
@@ -96,7 +97,7 @@ def context(prompt: int, cached: int) -> Any:
 )
 def test_tokens_are_the_ssds_that_ram_had_not_when_the_request_came(depths, cached, of):
     line = RequestLog()
-    line.depths = depths and HitDepths(*depths)
+    line.depths = depths and Match(*depths)
     line.saw(context(1000, cached))
     fields = line.fields(CUT)
     assert (fields["ram_tokens"], fields["ssd_tokens"]) == of

@@ -76,7 +76,7 @@ def serve(
         settings = settings.model_copy(update=of_server)
         key, rules = admin.key(), text.rules()
         from prefixcache.servers.mlx_lm.errors import ServeError, ServeFailed
-        from prefixcache.servers.mlx_lm.options import ClientRules, ServeOptions
+        from prefixcache.servers.mlx_lm.options import ServeOptions
         from prefixcache.servers.mlx_lm.serve import serve as serve_until_ended
         from prefixcache.servers.salts import Salts
         from prefixcache.servers.warm_prompts import read_prompts
@@ -102,13 +102,11 @@ def serve(
             warm_next_turn=run.warm_next_turn,
             log_json=run.log_json,
             salts=salts,
-            rules=ClientRules(
-                requests.hosts(),
-                requests.allow_chat_template,
-                requests.max_context,
-                requests.any_model,
-                canonical=rules,
-            ),
+            allowed_hosts=requests.hosts(),
+            allow_chat_template=requests.allow_chat_template,
+            max_context=requests.max_context,
+            any_model=requests.any_model,
+            canonical=rules,
             admin_key=key,
             hang_timeout=run.hang_timeout,
         )

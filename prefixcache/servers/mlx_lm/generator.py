@@ -27,7 +27,7 @@ from prefixcache.cache import PrefixCache
 from prefixcache.keys import as_tokens
 from prefixcache.open_cache import usable_memory
 from prefixcache.servers.canonical import EVERY_RULE, CanonicalText
-from prefixcache.servers.in_flight import Admission, Awaited, Computing
+from prefixcache.servers.in_flight import Admission, Computing, Wait
 from prefixcache.servers.keeping import Keeping
 from prefixcache.servers.loaded_model import calibration_of, compile_kernels
 from prefixcache.servers.mlx_lm.answers import Answers, Ended
@@ -40,10 +40,10 @@ from prefixcache.servers.mlx_lm.prefill import stream as blockwise_stream
 from prefixcache.servers.mlx_lm.prompt_tokenizer import PromptTokenizer
 from prefixcache.servers.mlx_lm.provider import LoadedModel, Provider
 from prefixcache.servers.mlx_lm.tenant_cache import TenantPromptCache, TenantSequences, TokenizedRequest
-from prefixcache.servers.mlx_lm.turns import WAKE, DeferredRequest, IdlePool, TimeBudget, Turns, Wait
+from prefixcache.servers.mlx_lm.turns import WAKE, DeferredRequest, IdlePool, TimeBudget, Turns
 from prefixcache.servers.mlx_lm.upstream import Loop, generating_with, of_request, request_of, vision_of
 from prefixcache.servers.read_or_compute import AwaitedPromotions
-from prefixcache.servers.request_log import HitDepths, RequestLog
+from prefixcache.servers.request_log import RequestLog
 from prefixcache.settings import ram_auto
 from prefixcache.tiers.prompt import Prompt
 
@@ -229,10 +229,6 @@ class Generator:
         self.prompt_tokenizer.tokenize_early(request, args)
         return self.loop.generate(request, args, *others, **options)
 
-    def count_tokens(self, request: Any, args: Any) -> int:
-        """Return how many tokens a request's prompt has. RequestRefused where its model can't serve it, or is not loaded."""
-        return self.prompt_tokenizer.count(request, args)
-
     def stop_answering(self) -> None:
         """Tell all that ask that the server ends, and let what is under way end at its next token; call it until the thread
         has ended.
@@ -300,13 +296,13 @@ class Generator:
             return None
         return item
 
-    def _waits_for(self, request: Any, tokenized: TokenizedRequest, answers: Answers) -> Wait | Awaited | None:
+    def _waits_for(self, request: Any, tokenized: TokenizedRequest, answers: Answers) -> Wait | None:
         """Return a request's wait. None: it waits for nothing, and is under way from here on."""
         prompt, request_log = tokenized.prompt, _log_of(request)
-        match = self.prompts.promotions.match(prompt)
+        match = self.prompts.cache.match(prompt)
         self.prompts.hear_of_chunks(all_of_them=False)  # they count in `match`
         if request_log.depths is None:
-            request_log.depths = HitDepths(*match)
+            request_log.depths = match
             promotions = self.prompts.promotions.begin(prompt, match)
             if promotions is not None:
                 request_log.wait_for_ssd(promotions.asks_remote)
@@ -396,10 +392,10 @@ class Generator:
             known = self._tokenize(tokenizer, request, args)
             request_log = _log_of(request)
             if request_log.depths is None:
-                request_log.depths = HitDepths(*self.prompts.promotions.match(known.prompt))
+                request_log.depths = self.prompts.cache.match(known.prompt)
                 request_log.wait_for_ssd(self.prompts.cache.settings.remote is not None)
                 self.prompts.promotions.wait(known.prompt)
-                request_log.go_on(self.prompts.promotions.match(known.prompt).ram)
+                request_log.go_on(self.prompts.cache.match(known.prompt).ram)
         return of_request(known.tokenized, known)
 
 

@@ -226,9 +226,9 @@ class Handler(BaseHTTPRequestHandler):
             chat = api.chat_request(body)
             connection = self._translation = Translation(self, api, body)
             body = chat
-        rules = self.server.site.options.rules
-        asked = checked(kind or ChatRequest, body, allow_chat_template=rules.allow_chat_template)
-        if rules.any_model and not model_list.is_here(asked.get("model", model_list.DEFAULT)):
+        options = self.server.site.options
+        asked = checked(kind or ChatRequest, body, allow_chat_template=options.allow_chat_template)
+        if options.any_model and not model_list.is_here(asked.get("model", model_list.DEFAULT)):
             asked["model"] = model_list.DEFAULT
         served = self.server.site.generator.cli_args.model
         if asked.get("adapters") and asked.get("model", model_list.DEFAULT) == model_list.DEFAULT and served:

@@ -4,25 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from prefixcache.ranks.watch import HANG
 from prefixcache.servers.canonical import EVERY_RULE
 from prefixcache.servers.salts import BY_CACHE_SALT, Salts
-
-
-class ClientRules(NamedTuple):
-    """What a server takes of its clients. `allowed_hosts`: names of the server, beside those that it was bound to.
-    `max_context`: tokens of a prompt and its answer, in the place of the model's own. `any_model`: a request for a model that
-    is not on this machine gets the one that is served. `canonical`: which rules of
-    `servers.canonical` are on.
-    """
-
-    allowed_hosts: tuple[str, ...] = ()
-    allow_chat_template: bool = False
-    max_context: int | None = None
-    any_model: bool = False
-    canonical: Collection[str] = EVERY_RULE
 
 
 @dataclass(frozen=True)
@@ -31,8 +17,10 @@ class ServeOptions:
     is taken. `grace`: seconds that requests under way may go on at the end. `exact_prefill`: prompts are computed on exact
     rows, not on those that a hit will give. `warm_next_turn`: what a chat's next turn begins with is computed while there is
     no request. `log_json`: all that is logged goes to standard error as JSON. `salts`: whose a request's prompts are.
-    `rules`: what is taken of clients. `admin_key`: what opens the admin path; with b"" programs on
-    this machine may use it. `hang_timeout`: seconds after which ranks that wait for each other end.
+    `allowed_hosts`: names of the server, beside those that it was bound to. `max_context`: tokens of a prompt and its answer,
+    in the place of the model's own. `any_model`: a request for a model that is not on this machine gets the one that is
+    served. `canonical`: which rules of `servers.canonical` are on. `admin_key`: what opens the admin path; with b"" programs
+    on this machine may use it. `hang_timeout`: seconds after which ranks that wait for each other end.
     """
 
     before: Callable[[Any], None] = lambda generator: None
@@ -41,6 +29,10 @@ class ServeOptions:
     warm_next_turn: bool = True
     log_json: bool = False
     salts: Salts = BY_CACHE_SALT
-    rules: ClientRules = field(default_factory=ClientRules)
+    allowed_hosts: tuple[str, ...] = ()
+    allow_chat_template: bool = False
+    max_context: int | None = None
+    any_model: bool = False
+    canonical: Collection[str] = EVERY_RULE
     admin_key: bytes = field(default=b"", repr=False)
     hang_timeout: float = HANG

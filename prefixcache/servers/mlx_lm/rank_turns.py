@@ -23,12 +23,12 @@ from mlx_lm import utils
 
 from prefixcache.ranks import OtherWeights, Ranks, rank_identity
 from prefixcache.ranks.watch import Watch
-from prefixcache.servers.in_flight import Awaited
+from prefixcache.servers.in_flight import Wait
 from prefixcache.servers.mlx_lm.answers import Answers
 from prefixcache.servers.mlx_lm.errors import RankFailed
 from prefixcache.servers.mlx_lm.prompt_cache import identity_of
 from prefixcache.servers.mlx_lm.provider import BatchLimits, Loading, Provider
-from prefixcache.servers.mlx_lm.turns import WAKE, Requests, Turns, Wait
+from prefixcache.servers.mlx_lm.turns import WAKE, Requests, Turns
 from prefixcache.servers.mlx_lm.upstream import Loop, ModelKey, has_images
 from prefixcache.servers.request_schema import RequestRefused
 from prefixcache.upstream import any_backend, download, known_options
@@ -161,14 +161,14 @@ class RankTurns(Turns):
         request.rank_tokens = tokens
         return queue, request, args
 
-    def first_over(self, waits: list[Any]) -> int | None:
+    def first_over(self, waits: list[Wait]) -> int | None:
         """Return the place of the first wait that is over on every rank, or that is too long for rank 0."""
         late = [self.is_first and time.monotonic() >= wait.until for wait in waits]
         greatest = self._ranks.most(*(int(not wait.done()) for wait in waits), *map(int, late))
         ends = zip(greatest, greatest[len(waits) :], strict=False)
         return next((place for place, (waiting, too_late) in enumerate(ends) if not waiting or too_late), None)
 
-    def awaited(self, find: Callable[[], Awaited | None]) -> Wait | Awaited | None:
+    def awaited(self, find: Callable[[], Wait | None]) -> Wait | None:
         """Return whom a request waits for, as rank 0 finds it."""
         awaited = find() if self.is_first else None
         return (awaited or RANK_0_KNOWS) if self._ranks.any(awaited is not None) else None

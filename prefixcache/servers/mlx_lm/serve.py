@@ -40,13 +40,13 @@ def serve(settings: Settings, flags: Sequence[str], options: ServeOptions) -> No
         start_logging(args, options)
         check_model(args)
         with (
-            HttpServer(args.host, args.port, options.rules.allowed_hosts, args.allowed_origins) as server,
+            HttpServer(args.host, args.port, options.allowed_hosts, args.allowed_origins) as server,
             PrefixCache(settings) as cache,
         ):
             stats_at_open = cache.stats()
-            provider = Provider(args, options.rules.max_context)
+            provider = Provider(args, options.max_context)
             generator = Generator(
-                provider, cache, options.before, exact_prefill=options.exact_prefill, canonical=options.rules.canonical
+                provider, cache, options.before, exact_prefill=options.exact_prefill, canonical=options.canonical
             )
             try:
                 run(server, generator, ending, stats_at_open, options)

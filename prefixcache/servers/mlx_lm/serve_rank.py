@@ -151,16 +151,16 @@ def _begin(
             raise ServeError(f"the ranks differ in {', '.join(different)}: give all the same flags and variables")
         server = None
         if ranks.is_first:
-            server = HttpServer(args.host, args.port, options.rules.allowed_hosts, args.allowed_origins)
+            server = HttpServer(args.host, args.port, options.allowed_hosts, args.allowed_origins)
         end_with_others.cache = cache = PrefixCache(settings, group=group)
         stats_at_open, turns = cache.stats(), RankTurns(ranks, watch)
-        provider = Provider(args, options.rules.max_context, RankLoading(ranks, watch))
+        provider = Provider(args, options.max_context, RankLoading(ranks, watch))
         generator = Generator(
             provider,
             cache,
             options.before,
             exact_prefill=options.exact_prefill,
-            canonical=options.rules.canonical,
+            canonical=options.canonical,
             turns=turns,
         )
         return Rank(server, cache, stats_at_open, generator, watch)
@@ -182,7 +182,7 @@ def _decisive(settings: Settings, args: argparse.Namespace, options: ServeOption
     return {
         **{f"--{name.replace('_', '-')}": getattr(args, name, None) for name in names},  # mlx-lm 0.31 has not all
         "--exact-prefill": options.exact_prefill,
-        "--max-context": options.rules.max_context,
+        "--max-context": options.max_context,
         "--codec": str(settings.codec),
         "--remote": settings.remote is not None,
     }

@@ -86,7 +86,7 @@ class Translation:
             yield response
 
     def _count(self, request: Any) -> None:
-        tokens = self._generator.count_tokens(request, self._completion.prompt_arguments)
+        tokens = self._generator.prompt_tokenizer.count(request, self._completion.prompt_arguments)
         request.request_log.end = COUNTED
         self._http.send_response(200)
         self._http.send_header("Content-Type", "application/json")

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 
-from prefixcache.servers.in_flight import Awaited
+from prefixcache.servers.in_flight import Wait
 from prefixcache.servers.mlx_lm.answers import Answers
 from prefixcache.servers.mlx_lm.prompt_tokenizer import PromptTokenizer
 from prefixcache.servers.mlx_lm.provider import Provider
@@ -24,21 +24,11 @@ IDLE_POLLS = 30  # in a row that find no request: mlx-lm's loop waits .1 s for o
 WAKE = object()  # in the queue of requests: a deferred one may be ready
 
 
-class Wait(NamedTuple):
-    """A request waits until something is `done`, at the latest until `until` (of time.monotonic())."""
-
-    done: Callable[[], bool]
-    until: float
-
-    def over(self) -> bool:
-        return self.done() or time.monotonic() >= self.until
-
-
 class DeferredRequest(NamedTuple):
     """A request and its wait."""
 
     item: Any
-    wait: Wait | Awaited
+    wait: Wait
 
 
 class TimeBudget:
@@ -111,11 +101,11 @@ class Turns:
         """Return whether the loop should ask for a request. `waits`: whether there is one."""
         return waits()
 
-    def first_over(self, waits: list[Wait | Awaited]) -> int | None:
+    def first_over(self, waits: list[Wait]) -> int | None:
         """Return the place of the first wait that is over, or None."""
         return next((place for place, wait in enumerate(waits) if wait.over()), None)
 
-    def awaited(self, find: Callable[[], Awaited | None]) -> Wait | Awaited | None:
+    def awaited(self, find: Callable[[], Wait | None]) -> Wait | None:
         """Return whom a request waits for, as `find` says."""
         return find()
 
