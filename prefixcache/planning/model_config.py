@@ -22,6 +22,9 @@ from prefixcache.codecs.interchange import FLOATS, element
 
 _DEFAULT_DTYPE = "bfloat16"  # of a config that names none
 _MAX_CONTEXT = 1e12  # tokens: a config that names more, or infinitely many, has no limit
+_LENGTHS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length", "n_ctx")
+_TEXT_PARTS = ("text_config", "language_config", "llm_config")  # of a model that takes images, too
+_STRETCHED = ("yarn", "dynamic")  # kinds of rope scaling whose config may name the length before it
 _MAX_LAYERS = 2_000  # a config of more is no model's
 _GIVE = "give a model's folder, or its config.json"
 _TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "bool": (bool, int), "str": (str,)}
@@ -104,17 +107,34 @@ def activation_dtype(config: Config, chosen: str | None) -> str:
 
 
 def context_length(config: Config) -> int | None:
-    """Return the longest prompt a model is made for: its positions, or those that its RoPE is scaled up to."""
-    lengths: list[Any] = []
-    for level in _levels(config):
-        lengths += [level.get("max_position_embeddings"), level.get("n_positions")]
-        scaling = level.get("rope_scaling")
-        if isinstance(scaling, dict):
-            factor, unscaled = scaling.get("factor"), scaling.get("original_max_position_embeddings")
-            if isinstance(factor, (int, float)) and isinstance(unscaled, int):
-                lengths.append(factor * unscaled)
-    limits = [int(n) for n in lengths if isinstance(n, (int, float)) and 0 < n < _MAX_CONTEXT]
-    return max(limits, default=None)
+    """Return the longest prompt and answer together that a model is made for; None where the config doesn't say, as that of a
+    recurrent model.
+
+    YaRN and dynamic scaling stretch the length by their factor. Some configs have the length before it, others after:
+    what is longer holds.
+    """
+    parts = [config, *(config[name] for name in _TEXT_PARTS if isinstance(config.get(name), dict))]
+    lengths = [(part[name], part) for part in reversed(parts) for name in _LENGTHS if _is_length(part.get(name))]
+    length, part = lengths[0] if lengths else (None, parts[-1])
+    return max(
+        filter(None, (length, _stretched(length, part.get("rope_scaling") or part.get("rope_parameters")))),
+        default=None,
+    )
+
+
+def _stretched(length: int | None, scaling: Any) -> int | None:
+    if not isinstance(scaling, dict):
+        return None
+    before, factor = scaling.get("original_max_position_embeddings"), scaling.get("factor")
+    kind = scaling.get("rope_type", scaling.get("type"))
+    if kind not in (*_STRETCHED, None) or not isinstance(factor, (int, float)) or not 1 <= factor < 1e6:
+        return None
+    before = before if _is_length(before) else length
+    return int(before * factor) if before is not None else None
+
+
+def _is_length(value: Any) -> bool:
+    return type(value) is int and 0 < value < _MAX_CONTEXT
 
 
 def _levels(config: Config) -> list[Config]:

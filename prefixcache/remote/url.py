@@ -189,9 +189,10 @@ def _with_endpoint(url: str, target: _EngineUrl) -> _EngineUrl:
 def is_loopback(host: str) -> bool:
     """Tell whether `host` is this machine: a loopback address as it is usually written, or localhost."""
     try:
-        return ipaddress.ip_address(host).is_loopback
+        address = ipaddress.ip_address(host)
     except ValueError:
         return host.lower() == "localhost"
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 
 def _is_proxied(scheme: str, host: str) -> bool:

@@ -73,17 +73,6 @@ class WebAccess:
         return name in self.hosts or (self.addresses and _is_address(name))
 
 
-def is_loopback(host: str) -> bool:
-    """Return whether a host, given by name or by address, is this machine itself."""
-    if host == "localhost":
-        return True
-    try:
-        address = ipaddress.ip_address(host.partition("%")[0])
-    except ValueError:
-        return False
-    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
-
-
 def _is_address(name: str) -> bool:
     try:
         ipaddress.ip_address(name)

@@ -13,7 +13,8 @@ import openai
 import pytest
 import requests
 
-from prefixcache.servers.mlx_lm.context import NO_LIMIT, context_of, room_for
+from prefixcache.planning.model_config import context_length
+from prefixcache.servers.mlx_lm.context import NO_LIMIT, room_for
 from prefixcache.servers.request_schema import RequestRefused
 from tests.servers.serving import (
     SECONDS,
@@ -71,7 +72,7 @@ CONTEXT = 300
     ],
 )
 def test_a_models_context_is_what_its_config_says_stretched_where_it_is_scaled(config, context):
-    assert context_of(config) == context
+    assert context_length(config) == context
 
 
 def test_a_prompt_leaves_room_for_a_token_or_is_refused_with_both_numbers():

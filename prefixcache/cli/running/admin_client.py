@@ -16,7 +16,7 @@ import typer
 
 from prefixcache.cli.running.admin_key import ADMIN_KEY, admin_key_of
 from prefixcache.cli.text import Refused
-from prefixcache.servers.web_access import is_loopback
+from prefixcache.remote.url import is_loopback
 
 PATH = "/prefixcache/"
 TIMEOUT = 600.0  # seconds that an operation may take, or a server be silent

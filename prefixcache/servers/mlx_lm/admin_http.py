@@ -15,10 +15,10 @@ from http.server import BaseHTTPRequestHandler
 from itertools import chain
 from typing import Any
 
+from prefixcache.remote.url import is_loopback
 from prefixcache.servers.mlx_lm.admin import Admin
 from prefixcache.servers.mlx_lm.connections import SlowClient
 from prefixcache.servers.request_schema import RequestRefused
-from prefixcache.servers.web_access import is_loopback
 
 log = logging.getLogger("prefixcache")
 

@@ -15,9 +15,9 @@ from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache
 from prefixcache.layers import CacheError
 from prefixcache.layers.form import CacheForm
 from prefixcache.layers.image_layout import read
+from prefixcache.planning.model_config import context_length
 from prefixcache.servers.chat_messages import TemplateRoles, template_roles
 from prefixcache.servers.loaded_model import form_of
-from prefixcache.servers.mlx_lm.context import context_of
 from prefixcache.servers.mlx_lm.upstream import ModelKey, Models
 from prefixcache.servers.request_schema import RequestRefused
 
@@ -165,7 +165,7 @@ class Provider:
     def _own_context(self) -> int | None:
         folder = Path(self.model_key[0])
         try:
-            return context_of(utils.load_config(folder if folder.exists() else utils.hf_repo_to_path(str(folder))))
+            return context_length(utils.load_config(folder if folder.exists() else utils.hf_repo_to_path(str(folder))))
         except Exception as error:  # loading has read it: the hub's own cache may be laid out otherwise
             log.warning("no config of %s to read the length of its context from: %s", folder, _short(error))
             return None
