@@ -22,7 +22,7 @@ from mlx_lm.models.cache import KVCache
 from prefixcache import PrefixCache
 from prefixcache.servers.mlx_lm.answers import StepFailed
 from prefixcache.servers.mlx_lm.generator import Generator
-from prefixcache.servers.mlx_lm.prefill import BlockKeeper
+from prefixcache.servers.mlx_lm.prefill import RequestBatches
 from tests.given_rates import computing_is
 from tests.servers.serving import SECONDS, serve, starting, text, user, wait_for
 from tests.servers.test_requests import Asked, generating
@@ -212,7 +212,7 @@ def test_a_step_of_generation_that_fails_ends_its_batch_and_not_the_server(model
 
 def test_what_fails_behind_a_step_leaves_nobody_waiting(model, opened, plain, monkeypatch):
     """One answer ends in a step whose other sequence can't be kept."""
-    other, keep = text(40, "other"), BlockKeeper._keep
+    other, keep = text(40, "other"), RequestBatches._keep
     wanted = plain(other)
 
     def failing(self: Any, batch: Any, uid: int, *others: Any) -> None:
@@ -224,10 +224,10 @@ def test_what_fails_behind_a_step_leaves_nobody_waiting(model, opened, plain, mo
         self._ended_here = {*getattr(self, "_ended_here", ()), uid}
         forgotten(self, uid)
 
-    forgotten = BlockKeeper.forget
-    monkeypatch.setattr(BlockKeeper, "_ended_here", frozenset(), raising=False)
-    monkeypatch.setattr(BlockKeeper, "forget", forget)
-    monkeypatch.setattr(BlockKeeper, "_keep", failing)
+    forgotten = RequestBatches._forget
+    monkeypatch.setattr(RequestBatches, "_ended_here", frozenset(), raising=False)
+    monkeypatch.setattr(RequestBatches, "_forget", forget)
+    monkeypatch.setattr(RequestBatches, "_keep", failing)
     with generating_raw(opened, model) as generator:
         short = Asked(generator, user(text(30, "short")), max_tokens=8)
         assert short.begun.wait(SECONDS)  # so its uid is 0

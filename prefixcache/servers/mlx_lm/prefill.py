@@ -1,16 +1,17 @@
 """Prefill under mlx_lm.server, with requests that are told apart and whole blocks that become what is stored.
 
-`RequestBatches` are mlx-lm's batches, which know whose their sequences are. With a `BlockKeeper`, and in `stream` for
-requests that mlx-lm serves by themselves, an answer is made on what a hit will give: a prompt is computed in pieces that end
-where a block ends. After each, the rows of its blocks are coded, stored, and put back decoded into the cache that the model
-goes on with; so are those of an answer, when they fill a block. At its end the prompt is stored with its tail, for who asks
-that again. Decision 0028 says why.
+`RequestBatches` are mlx-lm's batches, which know whose their sequences are. In them, and in `stream` for requests that mlx-lm
+serves by themselves, an answer is made on what a hit will give: a prompt is computed in pieces that end where a block ends.
+After each, the rows of its blocks are coded, stored, and put back decoded into the cache that the model goes on with; so are
+those of an answer, when they fill a block. At its end the prompt is stored with its tail, for who asks that again. Decision
+0028 says why.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -31,19 +32,31 @@ log = logging.getLogger("prefixcache")
 
 
 class Begun(NamedTuple):
-    """How a request was begun that has no token of its answer yet: the segments of its prompt behind the tokens of its `hit`,
-    where a snapshot or a tail is kept on the way (`points`), and what else mlx-lm's loop gave.
-    """
+    """How a request was begun: the segments of its prompt behind the tokens of its hit, and what else mlx-lm's loop gave."""
 
     segments: list[list[int]]
     hit: list[int]
-    points: list[int]
     options: dict[str, Any]
 
 
+@dataclass
+class SequenceUnderWay:
+    """A sequence in the batches. `request`: whose it is, None where nothing says so. `begun`: None once there is a token of
+    its answer. `points`: where a snapshot or a tail is kept on the way. `ends`: the tokens computed where the loop's segments
+    end. `kept`: the tokens whose blocks are kept, or came from the cache.
+    """
+
+    request: TokenizedRequest | None
+    begun: Begun | None
+    points: list[int]
+    ends: set[int]
+    kept: int
+
+
 class RequestBatches:
-    """mlx-lm's batches (`upstream.Batches`), which know whose their sequences are, and go on when a step raises an exception.
-    It stands where mlx-lm's loop has its `BatchGenerator`.
+    """mlx-lm's batches (`upstream.Batches`), which know whose their sequences are, store the blocks that become whole in a
+    step and put back what is stored of them, and go on when a step raises an exception. It stands where mlx-lm's loop has
+    its `BatchGenerator`.
 
     An exception ends, with an error, the requests whose step it was: those whose prompts are computed, or those that
     generate. But where one of them has begun with a hit and has no token of its answer yet, the hit is deleted, and all that
@@ -52,12 +65,10 @@ class RequestBatches:
 
     def __init__(self, prompts: TenantPromptCache, *args: Any, **options: Any):
         self._prompts = prompts
-        self._requests: dict[int, TokenizedRequest | None] = {}  # by uid
-        self._begun: dict[int, Begun] = {}  # by uid, of those without a token of their answer
+        self._sequences: dict[int, SequenceUnderWay] = {}  # by uid
         self._generated: list[Any] = []  # in the present step
         self._is_whole = True  # False while a call changes the batch that generates, or what came of it
         self._batches = Batches(self._watched, self._processed, *args, **options)
-        self._blocks = None if prompts.exact_prefill else BlockKeeper(self._batches, prompts)
         self.extract_cache, self.close = self._batches.extract_cache, self._batches.close
 
     @property
@@ -67,22 +78,23 @@ class RequestBatches:
     def insert_segments(self, segments: Any, *, all_tokens: Any = None, **options: Any) -> Any:
         known = all_tokens or [[] for _ in segments]
         begun_with = {name: values for name, values in options.items() if name != "caches"}
-        begun = [
-            Begun(
-                [list(segment) for segment in parts],
-                list(tokens),
-                self._prompts.branch_points(request_of(tokens), len(tokens)),
-                {name: values[i : i + 1] for name, values in begun_with.items()},
-            )
-            for i, (parts, tokens) in enumerate(zip(segments, known, strict=True))
-        ]
-        pieces = [*map(self._blocks.pieces_of, begun)] if self._blocks is not None else segments
+        sequences = []
+        for i, (parts, tokens) in enumerate(zip(segments, known, strict=True)):
+            request, own = request_of(tokens), {name: values[i : i + 1] for name, values in begun_with.items()}
+            begun = Begun([list(segment) for segment in parts], list(tokens), own)
+            ends = [*accumulate(len(segment) for segment in parts if segment)]
+            points, kept = self._prompts.branch_points(request, len(tokens)), len(tokens) // BLOCK * BLOCK
+            sequences.append(SequenceUnderWay(request, begun, points, {*ends, ends[-1] - 1}, kept))
+        pieces = segments if self._prompts.exact_prefill else [*map(self._pieces_of, sequences)]
         uids = self._batches.insert_segments(pieces, all_tokens=known, **options)
-        for uid, of_sequence, tokens in zip(uids, begun, known, strict=True):
-            self._requests[uid], self._begun[uid] = request_of(tokens), of_sequence
-            if self._blocks is not None:
-                self._blocks.begin(uid, of_sequence)
+        self._sequences.update(zip(uids, sequences, strict=True))
         return uids
+
+    def _pieces_of(self, sequence: SequenceUnderWay) -> list[list[int]]:
+        """Return the segments of a sequence in pieces that end where a block does, and where state is kept."""
+        assert sequence.begun is not None
+        segments, step = [*filter(None, sequence.begun.segments)], self._batches.prefill_step_size
+        return pieces_of(segments, len(sequence.begun.hit), step, sequence.points)
 
     def remove(self, uids: Any, *args: Any, **options: Any) -> Any:
         removed = self._batches.remove(uids, *args, **options)
@@ -100,18 +112,45 @@ class RequestBatches:
 
     def _processed(self, prompt_responses: Any, generated: Any) -> Any:
         for response in generated:
-            self._begun.pop(response.uid, None)
             if response.finish_reason is not None:
                 self._forget(response.uid)
-        if self._blocks is not None:
-            self._blocks.keep(prompt_responses, generated, self._requests)
+            elif response.uid in self._sequences:
+                self._sequences[response.uid].begun = None
+        if not self._prompts.exact_prefill:
+            self._keep_all(prompt_responses, generated)
         return prompt_responses, generated
 
     def _forget(self, uid: int) -> None:
-        self._requests.pop(uid, None)
-        self._begun.pop(uid, None)
-        if self._blocks is not None:
-            self._blocks.forget(uid)
+        self._sequences.pop(uid, None)
+
+    # -- blocks that have become whole --------------------------------------------------------------------------------
+
+    def _keep_all(self, prompt_responses: Any, generated: Any) -> None:
+        """Keep what a step has made whole. A response's end of a segment is the loop's, not that of a piece."""
+        self._prompts.hear_of_chunks(all_of_them=False)  # others wait for them
+        for response in prompt_responses:
+            if not response.end_of_prompt:
+                done, total = response.progress
+                if (sequence := self._sequences.get(response.uid)) is not None:
+                    response.end_of_segment = response.end_of_segment and done in sequence.ends
+                self._keep(self._batches.prefilling, response.uid, total - done)
+        for response in generated:
+            if response.finish_reason is None:
+                self._keep(self._batches.generating, response.uid, 0)
+
+    def _keep(self, batch: Any, uid: int, to_come: int) -> None:
+        """Keep the blocks of a sequence that have become whole."""
+        sequence = self._sequences.get(uid)
+        if uid not in batch.uids or sequence is None:
+            return
+        i, since = batch.uids.index(uid), sequence.kept
+        ready = ready_of(batch.tokens[i], since, to_come, sequence.points)
+        if ready is not None:
+            layers, whole = [_single(layer, i) for layer in batch.prompt_cache], len(ready.tokens) // BLOCK * BLOCK
+            self._prompts.keep_blocks(sequence.request, ready.tokens, layers, since, ready.state)
+            for layer, single in zip(batch.prompt_cache, layers, strict=True):
+                put_back(layer, i, single, since, whole)
+            sequence.kept = whole
 
     # -- a step that failed -------------------------------------------------------------------------------------------
 
@@ -133,21 +172,19 @@ class RequestBatches:
         untouched = self._batches.waiting()
         if self._is_whole:
             untouched |= {*self._batches.generating.uids, *(response.uid for response in self._generated)}
-        failed = {uid: self._requests[uid] for uid in sorted(self._requests.keys() - untouched)}
-        blamed = (
-            [uid for uid in failed if uid in self._begun and self._begun[uid].hit] if may_be_the_hits(error) else []
-        )
-        for uid in blamed:
-            if (request := failed[uid]) is not None:
-                self._prompts.drop_hit(request, len(self._begun[uid].hit), error)
-        again = [uid for uid in failed if blamed and uid in self._begun]
-        answers = {uid: request.answers if request is not None else None for uid, request in failed.items()}
+        failed = {uid: self._sequences[uid] for uid in sorted(self._sequences.keys() - untouched)}
+        blamed = [each for each in failed.values() if each.begun and each.begun.hit] if may_be_the_hits(error) else []
+        for sequence in blamed:
+            if sequence.request is not None and sequence.begun is not None:
+                self._prompts.drop_hit(sequence.request, len(sequence.begun.hit), error)
+        again = {uid: sequence for uid, sequence in failed.items() if blamed and sequence.begun is not None}
+        answers = {uid: of.request.answers if of.request is not None else None for uid, of in failed.items()}
         if self._prompts.cache.ranks is not None or not all(answers.values()):
             raise error
         was_whole = self._is_whole
         self._empty()
-        for uid in again:
-            self._begin_again(uid)
+        for uid, sequence in again.items():
+            self._begin_again(uid, sequence)
         ended = [uid for uid in failed if uid not in again]
         if ended:
             log.error("a step of the model failed, which ends %d requests: %s", len(ended), error, exc_info=error)
@@ -170,13 +207,13 @@ class RequestBatches:
             self._is_whole = True
         mx.clear_cache()
 
-    def _begin_again(self, uid: int) -> None:
+    def _begin_again(self, uid: int, sequence: SequenceUnderWay) -> None:
         """Compute a request's prompt from its first token on."""
-        begun, request = self._begun[uid], self._requests[uid]
-        first, *others = begun.segments
+        assert sequence.begun is not None
+        (first, *others), hit, options = sequence.begun
         self._forget(uid)
-        known = [RequestTokens([], request)]
-        insert = partial(self.insert_segments, [[begun.hit + first, *others]], all_tokens=known, **begun.options)
+        known = [RequestTokens([], sequence.request)]
+        insert = partial(self.insert_segments, [[hit + first, *others]], all_tokens=known, **options)
         self._batches.insert_as(uid, insert)
 
 
@@ -209,58 +246,6 @@ def ready_of(tokens: list[int], since: int, to_come: int, points: Sequence[int])
         return Ready(tokens, state=True)
     whole = len(tokens) // BLOCK * BLOCK
     return Ready(tokens[:whole], state=to_come <= BLOCK) if whole > since else None
-
-
-class BlockKeeper:
-    """Keeps the blocks that have become whole in a step of `batches`, and puts back what is stored of them."""
-
-    def __init__(self, batches: Batches, prompts: TenantPromptCache):
-        self._batches, self._prompts = batches, prompts
-        self._kept: dict[int, int] = {}  # by uid: the tokens whose blocks are kept, or came from the cache
-        self._ends: dict[int, set[int]] = {}  # by uid: the tokens computed where the caller's segments end
-        self._points: dict[int, list[int]] = {}  # by uid: where a snapshot or a tail is kept on the way
-
-    def pieces_of(self, begun: Begun) -> list[list[int]]:
-        """Return the segments of a sequence in pieces that end where a block does, and where state is kept."""
-        step = self._batches.prefill_step_size
-        return pieces_of([*filter(None, begun.segments)], len(begun.hit), step, begun.points)
-
-    def begin(self, uid: int, begun: Begun) -> None:
-        ends = [*accumulate(len(segment) for segment in begun.segments if segment)]
-        self._ends[uid] = {*ends, ends[-1] - 1}
-        self._points[uid] = begun.points
-        self._kept[uid] = len(begun.hit) // BLOCK * BLOCK
-
-    def keep(self, prompt_responses: Any, generated: Any, requests: Mapping[int, TokenizedRequest | None]) -> None:
-        """Keep what a step has made whole. A response's end of a segment is the caller's, not that of a piece."""
-        self._prompts.hear_of_chunks(all_of_them=False)  # others wait for them
-        for response in prompt_responses:
-            if not response.end_of_prompt:
-                done, total = response.progress
-                ends = self._ends.get(response.uid, {done})
-                response.end_of_segment = response.end_of_segment and done in ends
-                self._keep(self._batches.prefilling, response.uid, total - done, requests)
-        for response in generated:
-            if response.finish_reason is None:
-                self._keep(self._batches.generating, response.uid, 0, requests)
-
-    def forget(self, uid: int) -> None:
-        for of_sequences in (self._kept, self._ends, self._points):
-            of_sequences.pop(uid, None)
-
-    def _keep(self, batch: Any, uid: int, to_come: int, requests: Mapping[int, TokenizedRequest | None]) -> None:
-        """Keep the blocks of a sequence that have become whole."""
-        if uid not in batch.uids or uid not in self._kept:
-            return
-        i = batch.uids.index(uid)
-        since = self._kept[uid]
-        ready = ready_of(batch.tokens[i], since, to_come, self._points[uid])
-        if ready is not None:
-            layers, whole = [_single(layer, i) for layer in batch.prompt_cache], len(ready.tokens) // BLOCK * BLOCK
-            self._prompts.keep_blocks(requests[uid], ready.tokens, layers, since, ready.state)
-            for layer, single in zip(batch.prompt_cache, layers, strict=True):
-                put_back(layer, i, single, since, whole)
-            self._kept[uid] = whole
 
 
 def _single(batched: Any, i: int) -> Any:
