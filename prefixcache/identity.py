@@ -14,16 +14,19 @@ import importlib.metadata
 import importlib.util
 import itertools
 import json
+import logging
 import os
 import re
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
+
+log = logging.getLogger("prefixcache")
 
 # All of these are part of the format: whoever changes one, or what is hashed, counts the key up.
 _KEY = b"prefixcache.model-identity.1"
@@ -116,6 +119,15 @@ def mlx_vlm_identity(path: str | Path, adapter: str | Path | None = None) -> str
 def nameless() -> str:
     """Return a name for weights whose files can't be found, once and in this process only, so that they meet no others."""
     return f"process-{os.getpid()}-{_BORN:x}-{next(_nameless)}"
+
+
+def identity_or_nameless(identify: Callable[[], str]) -> str:
+    """Return what `identify` does; where it can't find the weights, a name that is good once, and say so."""
+    try:
+        return identify()
+    except (OSError, ValueError, TypeError) as error:
+        log.warning("no identity, so what is kept is of no use to another process: %s", error)
+        return nameless()
 
 
 def version_of(distribution: str) -> str:

@@ -32,6 +32,14 @@ def listing(texts: Sequence[str], numbers: Sequence[str] = (), **more: Any) -> T
     return columns
 
 
+def named_rows() -> Table:
+    """Return an empty table of two columns: names, and what they name."""
+    rows = Table.grid(padding=(0, 2))
+    rows.add_column(style="bold", no_wrap=True)
+    rows.add_column(overflow="fold")
+    return rows
+
+
 def table(grid: Grid) -> Table:
     columns = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for i, heading in enumerate(grid.headings):

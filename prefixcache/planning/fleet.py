@@ -23,10 +23,8 @@ from prefixcache.planning.outcome import Fleet, FleetOutcome
 from prefixcache.planning.routing import machines_of
 from prefixcache.planning.simulated_ssd import Done, SimulatedImage
 from prefixcache.planning.simulator import Given, Simulation, last_tier, replay
-from prefixcache.ssd.entries import Entry
 from prefixcache.tiers.promotion import PATIENCE, promote
 from prefixcache.tiers.prompt import Deepest, Hit, Prompt
-from prefixcache.tiers.tier_in_graph import entry_of
 from prefixcache.trace.reading import Request
 
 Name = tuple[ImageKind, bytes]  # an image's kind and key: what it is called on every machine
@@ -51,13 +49,14 @@ class RemoteImage(NamedTuple):
 
 
 class SimulatedRemote:
-    """Images by name, the least recently used first out: under `limit` bytes, or without a limit for None.
+    """Images by name, the least recently used first out: under `limit` bytes, or without a limit for None. Of the prompt that
+    a machine looks up, they are the machine's last tier, with this `number`.
 
     Using an image is to ask for it, to read it or to send it, on any machine.
     """
 
-    def __init__(self, limit: int | None = None):
-        self.limit = limit
+    def __init__(self, limit: int | None = None, number: int = 0):
+        self.limit, self.number = limit, number
         self.used = self.peak = 0
         self.sent_images = self.sent_bytes = self.read_images = self.read_bytes = self.evicted = 0
         self.reused_tokens = 0  # of blocks that were read at least once
@@ -94,16 +93,19 @@ class SimulatedRemote:
         self.sent_images += 1
         self.sent_bytes += image.nbytes
 
-    def read(self, entry: Entry) -> Done:
+    def read(self, slot: Slot) -> Done:
         """Read an image, as a tier does."""
-        image = self._images[entry.address]
-        self._images.move_to_end(entry.address)
+        image = self._images[slot.kind, slot.key]
+        self._images.move_to_end(image.name)
         self.read_images += 1
         self.read_bytes += image.nbytes
         if image.kind == ROWS and image.name not in self._read:
             self._read.add(image.name)
             self.reused_tokens += len(image.tokens) // TOKEN_BYTES or BLOCK
         return Done(SimulatedImage(image.nbytes, "", image.extra))
+
+    def invalidate(self, slot: Slot) -> None:
+        raise AssertionError("a size never goes bad")
 
     def _evict(self) -> None:
         name, image = self._images.popitem(last=False)
@@ -115,25 +117,11 @@ class SimulatedRemote:
                 del self._beside[image.parent]
 
 
-class RemoteImages:
-    """What the remote has of the prompt that is looked up, as a machine's last tier."""
-
-    def __init__(self, number: int, remote: SimulatedRemote):
-        self.number = number
-        self._remote = remote
-
-    def read(self, slot: Slot) -> Done:
-        return self._remote.read(entry_of(slot))
-
-    def invalidate(self, slot: Slot) -> None:
-        raise AssertionError("a size never goes bad")
-
-
 class Machine(Simulation):
     """One of a fleet. `trips` are the round trips that its lookups waited for, `remote_tokens` the hits that they brought."""
 
     def __init__(self, state: ModelState, codec: Codec, fleet: Fleet, remote: SimulatedRemote):
-        super().__init__(state, codec, fleet.cell, [RemoteImages(last_tier(fleet.cell), remote)])
+        super().__init__(state, codec, fleet.cell, [remote])
         self._fleet, self._remote = fleet, remote
         # Images that the remote has, as far as this machine knows, by the key of their node: a block that is found missing
         # takes what depends on it along.
@@ -296,7 +284,7 @@ def simulate_fleet(
     """Serve these requests, one after the other, each by one machine of the fleet. `requests` are read more than once; the
     others are the arguments of `simulator.simulate`.
     """
-    remote = SimulatedRemote(fleet.remote)
+    remote = SimulatedRemote(fleet.remote, last_tier(fleet.cell))
     machines: list[Simulation] = [
         Simulation(state, codec, fleet.cell) if fleet.remote_admission is None else Machine(state, codec, fleet, remote)
         for _ in range(fleet.machines)

@@ -23,7 +23,7 @@ from prefixcache.blocks.lookup import image_depth
 from prefixcache.blocks.node import RAM, Node, Slot
 from prefixcache.codecs import Codec
 from prefixcache.codecs.transform.codec import Calibrated
-from prefixcache.image_format import SNAPSHOT, Blueprint, HeaderFields, Image, ImageKind, Spec
+from prefixcache.image_format import SNAPSHOT, Image, ImageKind, Spec
 from prefixcache.keys import TOKEN_BYTES, canonical, root_key
 from prefixcache.layers.finite import NotFinite
 from prefixcache.layers.image_layout import Plan, Words
@@ -92,9 +92,8 @@ class SizeMaker:
     recoded = 0
     not_finite: NotFinite | None = None
 
-    def __init__(self, namespace: Namespace, sizes: StateSizes, ssd: SimulatedSsd | None):
-        self._namespace, self._plan, self._sizes, self._ssd = namespace, namespace.plan, sizes, ssd
-        self._blueprints: dict[Any, int] = {}
+    def __init__(self, plan: Plan, sizes: StateSizes, ssd: SimulatedSsd | None):
+        self._plan, self._sizes, self._ssd = plan, sizes, ssd
         self._limit = 0
         self.since: int | None = None
         self.state: State | None = None
@@ -117,14 +116,7 @@ class SizeMaker:
         self, kind: ImageKind, key: bytes, parent: bytes, start: int, specs: list[Spec], extra: str = "{}"
     ) -> Any:
         tensors = tuple(spec.shape for spec in specs) if kind == SNAPSHOT else id(specs)
-        what = kind, tensors, len(str(start)), len(extra)
-        nbytes = self._blueprints.get(what)
-        if nbytes is None:
-            row = self._namespace.row
-            named = (key.hex(), parent.hex(), row.root.hex(), row.model, row.codec, row.layout)
-            meta = HeaderFields(kind, *named, start, extra=extra)
-            nbytes = self._blueprints[what] = Blueprint(meta, specs).nbytes
-        return _Size(nbytes, extra)
+        return _Size(self._sizes.image_bytes(kind, start, (tensors, len(extra)), lambda: (specs, extra)), extra)
 
     def encoded(self, jobs: list[ImageJob]) -> list[ImageJob]:
         return jobs
@@ -232,7 +224,7 @@ class Simulation:
         self.namespace = namespace
         self.source = SizeSource(storage, more)
         self._sizes = sizes
-        self._maker = SizeMaker(namespace, sizes, self.ssd)
+        self._maker = SizeMaker(plan, sizes, self.ssd)
         self._cell, self._now = cell, 0.0
         self._idle = Idle(storage, lambda: self._now)
         self._leases = Leases(storage)

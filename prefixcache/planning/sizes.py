@@ -39,12 +39,12 @@ class StateSizes:
         coded = tokens == BLOCK
         counts = tuple(count for _, count in self.plan.in_rows(start, tokens, coded))
         shape = (counts, coded)
-        return self._image_bytes("rows", start, shape, lambda: (self.plan.rows_specs(start, tokens, coded), "{}"))
+        return self.image_bytes("rows", start, shape, lambda: (self.plan.rows_specs(start, tokens, coded), "{}"))
 
     def window_bytes(self, start: int, mask: tuple[int, ...], coded: bool = True) -> int:
         """Return the bytes of the window image with these tokens of the block, a bit each, for each of `plan.windows`."""
         sunk = tuple(tokens & self.plan.sunk(start) for tokens in mask)
-        return self._image_bytes(
+        return self.image_bytes(
             "window", start, (mask, sunk, coded), lambda: (self.plan.window_specs(mask, start, coded), extra_of(mask))
         )
 
@@ -56,7 +56,7 @@ class StateSizes:
             return 0
         end = start + suffix_tokens
         shape = (suffix_tokens, end if self.state.grows else None)
-        return self._image_bytes("snapshot", start, shape, lambda: self._snapshot_specs(end, suffix_tokens))
+        return self.image_bytes("snapshot", start, shape, lambda: self._snapshot_specs(end, suffix_tokens))
 
     def _snapshot_specs(self, end: int, suffix_tokens: int) -> tuple[list[Spec], str]:
         state = self.snapshot(end)
@@ -70,7 +70,7 @@ class StateSizes:
     def _fixed_snapshot(self) -> State | None:
         return None if self.state.grows else self.plan.describe_state(self.state.leaves(PROMPT))
 
-    def _image_bytes(self, kind: str, start: int, shape: Any, make: Callable[[], tuple[list[Spec], str]]) -> int:
+    def image_bytes(self, kind: str, start: int, shape: Any, make: Callable[[], tuple[list[Spec], str]]) -> int:
         """Return an image's bytes, computed once for all images of a kind that have this shape and as many digits in
         `start`: a header has both.
         """

@@ -5,6 +5,7 @@ the requests that will begin with them. `warming` computes and stores them.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -68,28 +69,46 @@ def read_prompts(path: str | PathLike[str]) -> list[WarmPrompt]:
     A line is {"messages": [...], "tools": [...], "chat_template_kwargs": {...}} as in a chat request to mlx_lm.server, or
     {"prompt": "text"}; with "cache_salt": "..." its UTF-8 bytes are the salt. BadPrompt for anything else.
     """
-    path = Path(path)
+    return [parse_prompt(where, given) for where, given in read_objects(path)]
+
+
+def read_objects(path: str | PathLike[str]) -> list[tuple[str, dict[str, Any]]]:
+    """Return where each object of a JSON Lines file stands, and the object; a file may also be one object over several lines.
+    "-" is standard input. BadPrompt for a file that can't be read, has no object, or anything else.
+    """
     try:
-        lines = path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
+        data = sys.stdin.buffer.read() if str(path) == "-" else Path(path).read_bytes()
     except OSError as error:
         raise BadPrompt(f"{path}: {error.strerror or error}; give a file with a prompt as JSON on each line") from None
-    prompts = [_read(f"{path}:{number}", line) for number, line in enumerate(lines, 1) if line.strip()]
-    if not prompts:
+    data = data.removeprefix(b"\xef\xbb\xbf")
+    if b"\n" in data.strip() and _is_one_object(data):
+        return [(str(path), _object(path, 1, data))]
+    lines = enumerate(data.split(b"\n"), 1)
+    objects = [(f"{path}:{number}", _object(path, number, line)) for number, line in lines if line.strip()]
+    if not objects:
         raise BadPrompt(f'{path}: no prompts in it; write one as JSON on each line, such as {{"messages": [...]}}')
-    return prompts
+    return objects
 
 
-def _read(where: str, line: bytes) -> WarmPrompt:
+def _is_one_object(data: bytes) -> bool:
     try:
-        given = json.loads(line)
+        return isinstance(json.loads(data), dict)
+    except (ValueError, RecursionError):
+        return data.lstrip().partition(b"\n")[0].rstrip() == b"{"  # or was meant to be one
+
+
+def _object(path: str | PathLike[str], number: int, text: bytes) -> dict[str, Any]:
+    """Return the object that the JSON is which begins in line `number` of a file."""
+    try:
+        given = json.loads(text)
     except (ValueError, RecursionError) as error:
         reason = "not UTF-8" if isinstance(error, UnicodeDecodeError) else "nested too deep, or a number too long"
         if isinstance(error, json.JSONDecodeError):
-            reason = f"{error.msg}, column {error.colno}"
-        raise BadPrompt(f"{where}: not JSON ({reason}); write one object on each line") from None
+            number, reason = number + error.lineno - 1, f"{error.msg}, column {error.colno}"
+        raise BadPrompt(f"{path}:{number}: not JSON ({reason}); write one object on each line") from None
     if not isinstance(given, dict):
-        raise BadPrompt(f'{where}: no JSON object; write {{"messages": [...]}} or {{"prompt": "..."}}')
-    return parse_prompt(where, given)
+        raise BadPrompt(f'{path}:{number}: no JSON object; write {{"messages": [...]}} or {{"prompt": "..."}}')
+    return given
 
 
 def parse_prompt(where: str, given: dict[str, Any]) -> WarmPrompt:

@@ -15,7 +15,7 @@ import sqlite3
 import stat
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 from prefixcache.ssd.entries import FOLDERS, Address
@@ -313,11 +313,8 @@ def _is_index(path: Path) -> bool:
     if not path.is_file():
         return False
     try:
-        connection = sqlite3.connect(f"{path.as_uri()}?mode=ro&immutable=1", uri=True)
-        try:
+        with closing(sqlite3.connect(f"{path.as_uri()}?mode=ro&immutable=1", uri=True)) as connection:
             tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-        finally:
-            connection.close()
     except sqlite3.DatabaseError:
         return False
     return tables >= _TABLES

@@ -233,22 +233,7 @@ class Index:
         length = len(entry.tokens) // keys.TOKEN_BYTES
         cursor = run(
             f"INSERT INTO image ({COLUMNS}) VALUES (?{', ?' * 13})",
-            [
-                NUMBER[entry.kind],
-                entry.key,
-                number,
-                entry.parent,
-                entry.start,
-                length,
-                entry.nbytes,
-                entry.checksum,
-                entry.disk,
-                entry.used,
-                entry.created,
-                entry.hits,
-                entry.extra,
-                entry.used_at,
-            ],
+            [NUMBER[entry.kind], entry.key, number, entry.parent, entry.start, length, *entry[6:]],
         )
         if length:
             run("INSERT OR REPLACE INTO tokens VALUES (?, ?)", [cursor.lastrowid, pack(entry.tokens)])

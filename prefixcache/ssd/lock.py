@@ -9,6 +9,7 @@ import socket
 import sqlite3
 import time
 import weakref
+from contextlib import closing
 from itertools import islice
 from pathlib import Path
 
@@ -138,11 +139,9 @@ def refuse_newer(directory: Directory) -> None:
 
 def _knows_index(path: Path) -> bool:
     """Tell whether the index is of a format that this release knows. Raise NewerFormat for a newer one."""
-    connection = sqlite3.connect(f"{path.as_uri()}?mode=ro&immutable=1", uri=True)
     try:
-        check_format(connection, path)
-        return True
+        with closing(sqlite3.connect(f"{path.as_uri()}?mode=ro&immutable=1", uri=True)) as connection:
+            check_format(connection, path)
     except (sqlite3.DatabaseError, UnicodeDecodeError, IndexBroken):
         return False
-    finally:
-        connection.close()
+    return True

@@ -36,7 +36,7 @@ from prefixcache.ssd.files import remove_file
 from prefixcache.ssd.index import PAGE, suffixes
 from prefixcache.ssd.ledger import NOISE_BYTES, DiskRoom, Ledger, free_space
 from prefixcache.ssd.lock import Lock, refuse_newer
-from prefixcache.ssd.quarantine import Quarantine
+from prefixcache.ssd.quarantine import Quarantine, quarantined
 from prefixcache.ssd.repair import mend, open_index
 
 log = logging.getLogger("prefixcache.ssd")
@@ -100,7 +100,7 @@ class OpenDirectory:
             self.entries: list[Entry] | None = entries
             self.newest = max((entry.used for entry in entries), default=0)
             disk = sum(entry.disk for entry in entries)
-            self.ledger.begin(len(entries), disk, sum(item.disk for item in self.quarantine.items()))
+            self.ledger.begin(len(entries), disk, sum(item.disk for item in quarantined(self.directory)))
             self.maintain(idle=True)
             self.index.checkpoint()
             self.measure()

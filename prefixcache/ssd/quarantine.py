@@ -61,14 +61,10 @@ class Quarantine:
             write_file(_note(target), np.frombuffer(json.dumps(note).encode(), np.uint8))
         return tree_size(target) + disk_at(_note(target))
 
-    def items(self) -> list[Item]:
-        """Return what is here, the oldest first."""
-        return quarantined(self._directory)
-
     def prune(self, excess: int) -> int:
         """Delete the oldest until `excess` bytes are freed; the bytes freed."""
         freed = 0
-        for item in self.items():
+        for item in quarantined(self._directory):
             if freed >= excess:
                 break
             target = str(self._directory.quarantine / item.name)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Collection, Iterable, Iterator
+from contextlib import closing
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
@@ -94,12 +95,9 @@ def _tables(connection: sqlite3.Connection) -> dict[str, Any]:
 
 @lru_cache(1)
 def _expected_tables() -> dict[str, Any]:
-    connection = sqlite3.connect(":memory:", isolation_level=None)
-    try:
+    with closing(sqlite3.connect(":memory:", isolation_level=None)) as connection:
         upgrade(connection)
         return _tables(connection)
-    finally:
-        connection.close()
 
 
 def read_namespaces(connection: sqlite3.Connection) -> list[NamespaceRow]:
@@ -183,39 +181,24 @@ def _entries(columns: Columns, roots: dict[int, bytes]) -> Iterator[Entry]:
 
 
 def _check(columns: Iterable[tuple[Any, ...]], spaces: Collection[int]) -> None:
-    (
-        kinds,
-        image_keys,
-        namespaces,
-        parents,
-        starts,
-        lengths,
-        nbytes,
-        checksums,
-        disk,
-        used,
-        created,
-        hits,
-        extra,
-        used_at,
-    ) = columns
-    numbers = {"start": starts, "nbytes": nbytes, "disk": disk, "used": used, "hits": hits}
+    column = dict(zip(COLUMNS.split(", "), columns, strict=True))
+    numbers = {name: column[name] for name in BOUNDS}
     sound = (
-        _are(int, kinds, namespaces, lengths, *numbers.values())
-        and _are(bytes, image_keys, parents)
-        and _are(str, checksums, extra)
-        and _are(float, created, used_at)
-        and min(kinds) >= 0
-        and max(kinds) < len(KINDS)
-        and min(lengths) >= 0
-        and max(lengths) < 1 << 31
-        and {*map(len, image_keys), *map(len, parents)} == {keys.KEY_BYTES}
-        and set(map(len, checksums)) == {CHECKSUM_DIGITS}
-        and all(min(column) >= 0 and max(column) < BOUNDS[name] for name, column in numbers.items())
-        and max(used) < BOUNDS["used"] // 2  # ticks go on from the largest
-        and min(*created, *used_at) > -_TIMES
-        and max(*created, *used_at) < _TIMES
-        and set(namespaces) <= set(spaces)
+        _are(int, column["kind"], column["namespace"], column["length"], *numbers.values())
+        and _are(bytes, column["key"], column["parent"])
+        and _are(str, column["checksum"], column["extra"])
+        and _are(float, column["created"], column["used_at"])
+        and min(column["kind"]) >= 0
+        and max(column["kind"]) < len(KINDS)
+        and min(column["length"]) >= 0
+        and max(column["length"]) < 1 << 31
+        and {*map(len, column["key"]), *map(len, column["parent"])} == {keys.KEY_BYTES}
+        and set(map(len, column["checksum"])) == {CHECKSUM_DIGITS}
+        and all(min(numbers[name]) >= 0 and max(numbers[name]) < bound for name, bound in BOUNDS.items())
+        and max(column["used"]) < BOUNDS["used"] // 2  # ticks go on from the largest
+        and min(*column["created"], *column["used_at"]) > -_TIMES
+        and max(*column["created"], *column["used_at"]) < _TIMES
+        and set(column["namespace"]) <= set(spaces)
     )
     if not sound:
         raise IndexBroken(_NOT_A_ROW)

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
+from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 
@@ -103,20 +104,14 @@ class Ssd:
     # What was there at the opening
 
     def namespaces(self) -> list[NamespaceRow]:
-        connection = connect(self._opened.directory.index)
-        try:
+        with closing(connect(self._opened.directory.index)) as connection:
             return read_namespaces(connection)
-        finally:
-            connection.close()
 
     def entries(self) -> Iterator[Entry]:
         entries, self._opened.entries = self._opened.entries, None
         if entries is None or not self._queue.is_new:
-            connection = connect(self._opened.directory.index)
-            try:
+            with closing(connect(self._opened.directory.index)) as connection:
                 entries = read_entries(connection)
-            finally:
-                connection.close()
         return iter(entries)
 
     def max_tick(self) -> int:
@@ -287,12 +282,9 @@ class Ssd:
         assert (held.queued, held.deleting) == (0, 0), held
         assert held.real == directory.size(), (held, directory.size())
         assert held.real <= held.total
-        connection = connect(directory.index)
-        try:
+        with closing(connect(directory.index)) as connection:
             rows = {entry.address: entry for entry in read_entries(connection)}
             roots = {namespace.root for namespace in read_namespaces(connection)}
-        finally:
-            connection.close()
         files = {address: item.stat() for address, item in directory.files()}
         assert rows.keys() == files.keys(), rows.keys() ^ files.keys()
         assert held.file_count == len(rows), (held.file_count, len(rows))

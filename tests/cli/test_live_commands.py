@@ -50,7 +50,7 @@ def test_a_line_that_is_no_object_is_named(call, tmp_path):
     assert (done.exit_code, f"{file}:2: no JSON object; write" in done.stderr) == (2, True)
     file.write_text('{\n  "messages": [\n    {"role": "user" "content": "x"}\n  ]\n}\n')
     done = call("remove", "--url", NOBODY, file)
-    assert f"{file}:3: no JSON object (Expecting ',' delimiter, column 21); write" in done.stderr
+    assert f"{file}:3: not JSON (Expecting ',' delimiter, column 21); write" in done.stderr
 
 
 @pytest.mark.parametrize("words", [("inspect",), ("clear", "--yes"), ("prune", "--older-than", "1h"), ("reconcile",)])

@@ -58,7 +58,7 @@ def calibrate(
         _check(folder, job.adapter)
         try:
             with bar("loading the model") as show:
-                calibrated = make(job, folder, lambda done, of, what: show(done, of, what))
+                calibrated = make(job, folder, show)
         except KeyboardInterrupt as stopped:
             goes_on = "goes on where it was" if isinstance(stopped, Resumable) else "begins anew: nothing was kept yet"
             complain(f"ended by SIGINT: the same command {goes_on}")

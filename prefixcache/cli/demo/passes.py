@@ -192,11 +192,7 @@ def bases(job: DemoRun) -> Path:
 def calibrate(job: DemoRun) -> None:
     with bar("calibrating the model") as show:
         bases(job).mkdir()
-        making.make(
-            Calibration(job.model, None, None, *CALIBRATION),
-            bases(job),
-            lambda done, of, what: show(done, of, what),
-        )
+        making.make(Calibration(job.model, None, None, *CALIBRATION), bases(job), show)
 
 
 def run(model: Model, name: str) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from prefixcache.cli.directory.facts import KINDS, Facts, describe
 from prefixcache.cli.directory.ranks import ranks_in, show_ranks
 from prefixcache.cli.directory.remote import EngineOptions, describe_remote, show_remote
 from prefixcache.cli.options import AsJson, with_options
-from prefixcache.cli.tables import listing
+from prefixcache.cli.tables import listing, named_rows
 from prefixcache.cli.text import age, complain, console, foreign, many, print_json, refusing, size
 from prefixcache.ssd import SsdError, Survey, survey
 from prefixcache.store_fetch_remove.selection import model_meant
@@ -134,9 +134,7 @@ def _show(out: Console, facts: Facts, limit: int | None) -> None:
 
 def _summary(facts: Facts) -> Table:
     totals = facts["totals"]
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="bold")
-    table.add_column(overflow="fold")
+    table = named_rows()
     table.add_row("directory", foreign(facts["directory"]))
     table.add_row("state", _state(facts))
     if facts["problem"]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -13,6 +12,7 @@ from rich.text import Text
 from prefixcache.cli.directory.argument import Dir
 from prefixcache.cli.options import AsJson
 from prefixcache.cli.progress import bar
+from prefixcache.cli.tables import listing
 from prefixcache.cli.text import complain, console, foreign, many, print_json, size
 from prefixcache.ssd import Report
 from prefixcache.ssd import reconcile as compare
@@ -62,10 +62,7 @@ def _show(out: Console, report: Report) -> None:
 
 
 def _findings(report: Report) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
-    table.add_column("found", no_wrap=True)
-    table.add_column("where, why: action", overflow="fold")
-    table.add_column("on disk", justify="right", no_wrap=True)
+    table = listing(["found", "where, why: action"], ["on disk"])
     for finding in report.findings[:ROWS]:
         description = Text.assemble(
             foreign(finding.path), "\n", foreign(f"{finding.reason}: ", "dim"), foreign(finding.action)

@@ -15,9 +15,9 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from prefixcache.cli.directory.argument import reason_of
+from prefixcache.cli.tables import named_rows
 from prefixcache.cli.text import Refused, foreign, many
 from prefixcache.image_format import SNAPSHOT
 from prefixcache.keys import BLOCK, TOKEN_BYTES
@@ -128,9 +128,7 @@ def _of_directory(client: Client, directory: Path) -> SharedImages:
 
 
 def show_remote(out: Console, facts: Facts) -> None:
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="bold")
-    table.add_column(overflow="fold")
+    table = named_rows()
     for name, value in facts.items():
         if name == "answer_seconds":
             table.add_row("answers in", f"{value * 1000:.1f} ms")

@@ -6,7 +6,7 @@ Nothing is computed here but what text needs.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich.table import Table
 from rich.text import Text
@@ -29,44 +29,23 @@ REMEDIES = {  # of what a size can't be lived with for
 Facts = dict[str, Any]
 
 
-class Passage(NamedTuple):
-    """A part of what is told: sentences, tables, and notes on them."""
-
-    lines: list[str] = []
-    grids: list[Grid] = []
-    notes: list[str] = []
-
-
-def sections(facts: Facts) -> list[Passage]:
-    """Return all but the advice, from top to bottom."""
-    parts = []
-    if facts["fleet"]:
-        parts.append(Passage(grids=_fleet_grids(facts), notes=_fleet_notes(facts)))
-    if facts["trace"]:
-        parts.append(Passage(grids=_hit_grids(facts)))
-        if chosen(facts):
-            parts.append(Passage(grids=[_front_grid(facts)]))
-            parts.append(Passage(grids=[_waiting_grid(facts)]))
-            parts.append(Passage(grids=[_hot_grid(facts)]))
-        parts.append(Passage(notes=_trace_notes(facts)))
-    lines = [_model_line(facts), *_transform_lines(facts)]
-    parts.append(Passage(lines, [_codec_grid(facts)]))
-    parts.append(Passage(grids=[_mac_grid(facts)], notes=_model_notes(facts)))
-    return parts
-
-
 def screen(facts: Facts) -> list[Table | Text]:
     """Return what is printed, from top to bottom: the advice, what leads to it, the model."""
     parts: list[Table | Text] = []
     if facts["trace"]:
         first, *rest = advice_lines(facts)
         parts += [foreign(first, "bold"), *map(foreign, rest), foreign(""), foreign(trace_line(facts), "dim")]
-    for section in sections(facts):
-        if section.lines and parts:
-            parts.append(foreign(""))
-        parts += [*map(foreign, section.lines), *map(table, section.grids)]
-        parts += [foreign(note, "dim") for note in section.notes]
-    return parts
+    if facts["fleet"]:
+        parts += _drawn(_fleet_grids(facts), _fleet_notes(facts))
+    if facts["trace"]:
+        advised = [_front_grid(facts), _waiting_grid(facts), _hot_grid(facts)] if chosen(facts) else []
+        parts += [*_drawn([*_hit_grids(facts), *advised], _trace_notes(facts)), foreign("")]
+    parts += map(foreign, [_model_line(facts), *_transform_lines(facts)])
+    return parts + _drawn([_codec_grid(facts), _mac_grid(facts)], _model_notes(facts))
+
+
+def _drawn(grids: list[Grid], notes: list[str]) -> list[Table | Text]:
+    return [*map(table, grids), *(foreign(note, "dim") for note in notes)]
 
 
 # -- numbers ----------------------------------------------------------------------------------------------------------

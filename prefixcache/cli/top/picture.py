@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from prefixcache.cli.tables import listing
+from prefixcache.cli.tables import listing, named_rows
 from prefixcache.cli.text import foreign, size
 from prefixcache.cli.top.metrics_page import Facts
 
@@ -30,9 +30,7 @@ def picture(now: Facts) -> RenderableType:
         "  ",
         clock(now["now"]),
     )
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
+    table = named_rows()
     table.add_row("hit rate", _hits(now))
     if now["cold"]["requests"]:
         table.add_row("cold", _cold(now["cold"]))

@@ -19,7 +19,7 @@ from mlx_lm.models.cache import LRUPromptCache
 
 from prefixcache.blocks.budget import Reservation
 from prefixcache.cache import PrefixCache
-from prefixcache.identity import folder_of, model_identity, nameless
+from prefixcache.identity import folder_of, identity_or_nameless, model_identity
 from prefixcache.keys import Tokens, as_tokens
 from prefixcache.layers import CacheError
 from prefixcache.layers.form import CacheForm
@@ -289,12 +289,12 @@ def identity_of(model: Any) -> str:
     A key whose weights can't be found gets a name that is good once: its blocks meet no others.
     """
     path, adapter, draft = _parts(model)
-    try:
+
+    def identify() -> str:
         name = model_identity(path, adapter)
         return name if draft is None else f"{name}|{model_identity(draft)}"
-    except (OSError, ValueError, TypeError) as error:
-        log.warning("no identity, so what is kept is of no use to another process: %s", error)
-        return nameless()
+
+    return identity_or_nameless(identify)
 
 
 def _parts(model: Any) -> tuple[Any, Any, Any]:

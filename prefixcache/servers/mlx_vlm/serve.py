@@ -12,7 +12,7 @@ from typing import Any
 
 from prefixcache.byte_sizes import size
 from prefixcache.cache import PrefixCache
-from prefixcache.identity import mlx_vlm_identity, nameless
+from prefixcache.identity import identity_or_nameless, mlx_vlm_identity
 from prefixcache.metrics.prometheus import CacheCollector, render
 from prefixcache.servers.causality import NotCausal, media_are_whole
 from prefixcache.servers.media_inputs import placeholders_of
@@ -101,14 +101,5 @@ def _made(cache: PrefixCache, generator: Any) -> ModelPrompts:
     new_layers = upstream.new_layers_of(model)
     whole = bool(placeholders.kinds) and media_are_whole(model, min(placeholders.kinds), new_layers)
     thinks = "</think>" in generator.tokenizer.get_vocab()
-    name = _name(generator.model_path, generator.adapter_path)
+    name = identity_or_nameless(partial(mlx_vlm_identity, generator.model_path, generator.adapter_path))
     return ModelPrompts(cache, name, new_layers, placeholders, whole=whole, thinks=thinks)
-
-
-def _name(path: str, adapter: str | None) -> str:
-    """Return the name of weights and of the program that computes with them; where they can't be found, one for once."""
-    try:
-        return mlx_vlm_identity(path, adapter)
-    except (OSError, ValueError, TypeError) as error:
-        log.warning("no identity, so what is kept is of no use to another process: %s", error)
-        return nameless()
