@@ -78,13 +78,6 @@ class RememberedPlan(Plan):
         return self._window_specs[what]
 
 
-class _Size(NamedTuple):
-    """In the place of a blueprint."""
-
-    nbytes: int
-    extra: str
-
-
 class SizeMaker:
     """A `Maker` of sizes, for prompts of a model: of a window it has what a live cache holds after the last token."""
 
@@ -116,7 +109,8 @@ class SizeMaker:
         self, kind: ImageKind, key: bytes, parent: bytes, start: int, specs: list[Spec], extra: str = "{}"
     ) -> Any:
         tensors = tuple(spec.shape for spec in specs) if kind == SNAPSHOT else id(specs)
-        return _Size(self._sizes.image_bytes(kind, start, (tensors, len(extra)), lambda: (specs, extra)), extra)
+        nbytes = self._sizes.image_bytes(kind, start, (tensors, len(extra)), lambda: (specs, extra))
+        return SimulatedImage(nbytes, "", extra)  # of whose size alone is asked before it is made
 
     def encoded(self, jobs: list[ImageJob]) -> list[ImageJob]:
         return jobs
@@ -124,11 +118,7 @@ class SizeMaker:
     def make(self, jobs: list[ImageJob]) -> Callable[[], list[Any]]:
         if self._ssd is not None:
             self._ssd.run_writer()
-        images = []
-        for job in jobs:
-            size: Any = job.blueprint
-            images.append(SimulatedImage(size.nbytes, "", size.extra))
-        return lambda: images
+        return lambda: [job.blueprint for job in jobs]
 
     def put_back(self) -> None:
         """Nothing is decoded."""

@@ -111,11 +111,9 @@ class ReadOrCompute:
         if ranks is not None and (more > 0 or self.cache.settings.remote is not None):
             costs = _agreed(ranks, costs)
         worth = min(costs.computing, self.longest)
-        if more > 0 and costs.reading >= worth:
-            self.passed += 1
         waits = more > 0 and costs.reading < worth
-        if waits:
-            self.waited += 1
+        self.waited += waits
+        self.passed += more > 0 and not waits
         promotions = tuple(coming for coming in (remote, local if waits else None) if coming is not None)
         if costs.asks_remote:
             longest = max(costs.computing_beyond, worth if waits else 0.0)

@@ -14,8 +14,8 @@ from prefixcache.ssd.errors import (
     SsdError,
     Unreadable,
 )
-from prefixcache.ssd.reconcile import Finding, Report, reconcile
-from prefixcache.ssd.survey import Count, NamespaceSurvey, Span, Survey, survey
+from prefixcache.ssd.reconcile import Report, reconcile
+from prefixcache.ssd.survey import Count, NamespaceSurvey, Survey, survey
 from prefixcache.ssd.tier import Ssd, SsdStats
 from prefixcache.ssd.writer import WriterEvents
 
@@ -28,13 +28,11 @@ __all__ = [
     "DirectoryError",
     "DirectoryHeld",
     "Entry",
-    "Finding",
     "IndexBroken",
     "NamespaceRow",
     "NamespaceSurvey",
     "NewerFormat",
     "Report",
-    "Span",
     "Ssd",
     "SsdError",
     "SsdStats",

@@ -13,10 +13,10 @@ from prefixcache.ssd.errors import DirectoryError, IndexBroken
 from prefixcache.ssd.index import check_pages, reading
 from prefixcache.ssd.lock import Lock, holder, refuse_newer
 from prefixcache.ssd.quarantine import Quarantine
-from prefixcache.ssd.repair import Claims, Finding, Pass, Report, compare, mend, open_index, require_true
+from prefixcache.ssd.repair import Claims, Pass, Report, compare, mend, open_index, require_true
 from prefixcache.ssd.tables import read_addresses, read_entries, read_namespaces
 
-__all__ = ["Finding", "Report", "reconcile"]
+__all__ = ["Report", "reconcile"]
 
 
 def reconcile(

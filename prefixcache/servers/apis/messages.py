@@ -107,8 +107,7 @@ class TokenCount(Messages):
 
 def _system(asked: Json) -> Iterator[Json]:
     if asked.get("system"):
-        blocks = _blocks(asked["system"], "system")
-        yield {"role": "system", "content": _content([_part(block, where) for where, block in blocks])}
+        yield from _of_system(_blocks(asked["system"], "system"))
 
 
 def _messages(asked: Json) -> Iterator[Json]:

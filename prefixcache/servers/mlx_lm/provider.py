@@ -48,7 +48,7 @@ class BatchLimits(NamedTuple):
 
 
 class Loading:
-    """How one process loads a model in the place of another. Ranks do it together: `rank_turns.RankLoading`."""
+    """How one process loads a model in the place of another. Ranks do it together: `rank_turns.RankTurns`."""
 
     def load(self, provider: Provider, key: ModelKey) -> None:
         """Load a model by `provider.load_now`. Where that fails, the one that was loaded is loaded again."""

@@ -27,7 +27,7 @@ from prefixcache.servers.in_flight import Wait
 from prefixcache.servers.mlx_lm.answers import Answers
 from prefixcache.servers.mlx_lm.errors import RankFailed
 from prefixcache.servers.mlx_lm.prompt_cache import identity_of
-from prefixcache.servers.mlx_lm.provider import BatchLimits, Loading, Provider
+from prefixcache.servers.mlx_lm.provider import BatchLimits, Provider
 from prefixcache.servers.mlx_lm.turns import WAKE, Requests, Turns
 from prefixcache.servers.mlx_lm.upstream import Loop, ModelKey, has_images
 from prefixcache.servers.request_schema import RequestRefused
@@ -41,11 +41,36 @@ END = "end"  # in the place of a request: all ranks end their loop
 RANK_0_KNOWS = Wait(lambda: True, 0.0)  # only rank 0 knows what this request waits for
 
 
-class RankLoading(Loading):
-    """How ranks load their parts of a model. What depends on layers is agreed on: stages of a pipeline have other ones."""
+class RankTurns(Turns):
+    """Decides for one rank before each step, in step with the others. Made on the thread that runs the loop: the ranks have
+    agreed on things there.
+    """
+
+    seconds = float("inf")
 
     def __init__(self, ranks: Ranks, watch: Watch):
         self._ranks, self._watch = ranks, watch
+        self._ending = False
+        self._alone = Answers(None)  # of the request that is served by itself
+        self.thread = threading.current_thread()
+        self.is_first = ranks.is_first
+
+    def name_part(self, model_key: Any, model: Any) -> str:
+        identity = identity_of(model_key)
+        return rank_identity(identity, model, self._ranks).removeprefix(identity)
+
+    def stop(self, loop: Loop) -> None:
+        """Have rank 0 tell the others, so that all end at the same step."""
+        self._ending = True
+
+    def leave(self) -> None:
+        self._watch.ask_to_end()
+        self._watch.close()
+
+    def step_may_take_long(self) -> None:
+        self._watch.step_may_take_long()
+
+    # -- loading -------------------------------------------------------------------------------------------------------
 
     def load(self, provider: Provider, key: ModelKey) -> None:
         """Load a part of a model, once all ranks have found that they can."""
@@ -92,36 +117,6 @@ class RankLoading(Loading):
             raise ValueError(f"{name}: mlx-lm can't shard this model; try --pipeline")
         else:
             model.shard(models.tensor_group)
-
-
-class RankTurns(Turns):
-    """Decides for one rank before each step, in step with the others. Made on the thread that runs the loop: the ranks have
-    agreed on things there.
-    """
-
-    seconds = float("inf")
-
-    def __init__(self, ranks: Ranks, watch: Watch):
-        self._ranks, self._watch = ranks, watch
-        self._ending = False
-        self._alone = Answers(None)  # of the request that is served by itself
-        self.thread = threading.current_thread()
-        self.is_first = ranks.is_first
-
-    def name_part(self, model_key: Any, model: Any) -> str:
-        identity = identity_of(model_key)
-        return rank_identity(identity, model, self._ranks).removeprefix(identity)
-
-    def stop(self, loop: Loop) -> None:
-        """Have rank 0 tell the others, so that all end at the same step."""
-        self._ending = True
-
-    def leave(self) -> None:
-        self._watch.ask_to_end()
-        self._watch.close()
-
-    def step_may_take_long(self) -> None:
-        self._watch.step_may_take_long()
 
     # -- which request is next ----------------------------------------------------------------------------------------
 

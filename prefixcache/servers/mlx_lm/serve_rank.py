@@ -28,7 +28,7 @@ from prefixcache.servers.mlx_lm.http_server import HttpServer
 from prefixcache.servers.mlx_lm.lifetime import POLL, Ending, died, end, is_ready, run, start_logging, tell
 from prefixcache.servers.mlx_lm.options import ServeOptions
 from prefixcache.servers.mlx_lm.provider import Provider
-from prefixcache.servers.mlx_lm.rank_turns import RankLoading, RankTurns
+from prefixcache.servers.mlx_lm.rank_turns import RankTurns
 from prefixcache.settings import Settings
 
 log = logging.getLogger("prefixcache")
@@ -154,7 +154,7 @@ def _begin(
             server = HttpServer(args.host, args.port, options.allowed_hosts, args.allowed_origins)
         end_with_others.cache = cache = PrefixCache(settings, group=group)
         stats_at_open, turns = cache.stats(), RankTurns(ranks, watch)
-        provider = Provider(args, options.max_context, RankLoading(ranks, watch))
+        provider = Provider(args, options.max_context, turns)
         generator = Generator(
             provider,
             cache,

@@ -16,7 +16,7 @@ import mlx.core as mx
 from prefixcache.servers.in_flight import Wait
 from prefixcache.servers.mlx_lm.answers import Answers
 from prefixcache.servers.mlx_lm.prompt_tokenizer import PromptTokenizer
-from prefixcache.servers.mlx_lm.provider import Provider
+from prefixcache.servers.mlx_lm.provider import Loading, Provider
 from prefixcache.servers.mlx_lm.upstream import Loop
 
 STEPS = 0.5  # seconds of steps, at most, before the loop asks for a request again
@@ -72,7 +72,7 @@ class Requests(Protocol):
     answering: set[Answers]
 
 
-class Turns:
+class Turns(Loading):
     """Decides for the thread that generates, before each step, as one process decides: by itself.
 
     `seconds`: of steps before the loop asks for a request again. `thread`: runs the loop; None for one of its own.
