@@ -119,9 +119,9 @@ def compare(reader: RequestReader, first: Json, second: Json, *, rules: Sequence
     switched: dict[str, int] = {}
     for rule in RULES:
         others = [name for name in RULES if (name in rules) != (name == rule)]
-        made = [reader.prompt(body, others).tokens for body in (first, second)]
-        tokens = common_prefix(*made)
-        rest = [len(each) - tokens for each in made]  # what the rule changes in what both have makes no difference
+        prompts = [reader.prompt(body, others).tokens for body in (first, second)]
+        tokens = common_prefix(*prompts)
+        rest = [len(each) - tokens for each in prompts]  # what the rule changes in what both have makes no difference
         if tokens != common and rest != [len(text.tokens) - common for text in texts]:
             switched[rule] = tokens
     first_side, second_side = _side(texts[0], texts[1], common), _side(texts[1], texts[0], common)

@@ -64,12 +64,12 @@ def compile_kernels(cache: PrefixCache, model: Any, name: str) -> None:
     try:
         with PrefixCache(
             ram=WARM_RAM, ssd_dir=None, hot=0, codec=cache.codec, basis_dir=cache.settings.basis_dir
-        ) as own:
+        ) as scratch:
             for prompt in (tokens, parting):
                 layers = make_prompt_cache(model)
                 model(mx.array([prompt]), cache=layers)
-                own.store(prompt, layers, model=name, write_back_from=0)
-                own.fetch(prompt, model=name, leave=0)
+                scratch.store(prompt, layers, model=name, write_back_from=0)
+                scratch.fetch(prompt, model=name, leave=0)
     except Exception as error:  # a model that takes more than tokens: its first request compiles them
         log.debug("kernels are not compiled yet: %s: %s", type(error).__name__, error)
     if (seconds := time.monotonic() - began) > SAID_SECONDS:

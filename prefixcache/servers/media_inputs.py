@@ -102,10 +102,10 @@ def _parts(kinds: Sequence[str], arrays: Mapping[str, Any], placeholders: Placeh
     elif not placeholders.kinds_apart or sum(map(len, of_kind.values())) < len(arrays):
         return None
     divided = {}
-    for kind, own in of_kind.items():
-        parts = _divided(own, kinds.count(kind))
+    for kind, kind_arrays in of_kind.items():
+        parts = _divided(kind_arrays, kinds.count(kind))
         if parts is None and placeholders.frames_apart:
-            parts = _divided(_by_frames(own), kinds.count(kind))
+            parts = _divided(_by_frames(kind_arrays), kinds.count(kind))
         if parts is None:
             return None
         divided[kind] = iter(parts)

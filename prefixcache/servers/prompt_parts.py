@@ -204,11 +204,11 @@ def _marked(value: Any, mark: str, *, at_end: bool) -> Any:
     if isinstance(value, str):
         return value and (value + mark if at_end else mark + value)
     if isinstance(value, list):
-        return [_marked(one, mark, at_end=at_end) for one in value]
+        return [_marked(item, mark, at_end=at_end) for item in value]
     if isinstance(value, dict):
         return {
-            name: one if name in NAMES else _marked(_read(one) if name == "arguments" else one, mark, at_end=at_end)
-            for name, one in value.items()
+            name: item if name in NAMES else _marked(_read(item) if name == "arguments" else item, mark, at_end=at_end)
+            for name, item in value.items()
         }
     return value
 

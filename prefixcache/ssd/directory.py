@@ -107,7 +107,7 @@ class Directory:
         if item.name == LOCK:
             return not item.is_file(follow_symlinks=False) or not _is_begun(item.path)
         if item.name in _OURS:
-            return not item.is_dir(follow_symlinks=False) or any(own(item.path))
+            return not item.is_dir(follow_symlinks=False) or any(scan_ours(item.path))
         return not is_foreign(item.name)
 
     def require(self) -> None:
@@ -176,11 +176,11 @@ class Directory:
     def files(self) -> Iterator[tuple[Address | None, os.DirEntry[str]]]:
         """Yield everything inside the image folders but what `is_foreign`; None for a name that no image has."""
         for folder, kind in _KINDS.items():
-            for sub in own(self.root / folder):
+            for sub in scan_ours(self.root / folder):
                 if not _holds(sub):
                     yield None, sub
                     continue
-                for item in own(sub.path):
+                for item in scan_ours(sub.path):
                     fits = _NAME.fullmatch(item.name) and item.name.startswith(sub.name)
                     plain = fits and item.is_file(follow_symlinks=False)
                     yield ((kind, bytes.fromhex(item.name.removesuffix(SUFFIX))) if plain else None), item
@@ -195,12 +195,12 @@ class Directory:
     def links(self) -> Iterator[os.DirEntry[str]]:
         """Yield what stands where a two-digit folder should and leads elsewhere."""
         for folder in _KINDS:
-            yield from (sub for sub in own(self.root / folder) if sub.is_symlink())
+            yield from (sub for sub in scan_ours(self.root / folder) if sub.is_symlink())
 
     def names(self) -> dict[str, set[str]]:
         """Return, by kind, what is in its folder: of an image the key as hex digits, of what is none its whole name."""
         names: dict[str, set[str]] = {
-            kind: {i.name for i in own(self.root / folder) if not _holds(i)} for folder, kind in _KINDS.items()
+            kind: {i.name for i in scan_ours(self.root / folder) if not _holds(i)} for folder, kind in _KINDS.items()
         }
         for folder in self.image_folders():
             kind = _KINDS[os.path.basename(os.path.dirname(folder))]
@@ -212,7 +212,7 @@ class Directory:
         return {
             sub.path: disk_of(sub.stat(follow_symlinks=False))
             for folder in _KINDS
-            for sub in own(self.root / folder)
+            for sub in scan_ours(self.root / folder)
             if sub.is_dir(follow_symlinks=False)
         }
 
@@ -233,7 +233,7 @@ class Directory:
     def upper(self) -> int:
         """Return the real bytes of the root and all in it, except the index's files and what lies inside our folders."""
         total = disk_of(os.stat(self.root)) + disk_at(self.root / TAG)
-        for item in own(self.root):
+        for item in scan_ours(self.root):
             if item.name.startswith(INDEX):
                 continue
             ours = item.name in _OURS or not item.is_dir(follow_symlinks=False)
@@ -390,7 +390,7 @@ def remove_folder(path: str) -> None:
     try:
         os.rmdir(path)
     except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or any(own(path)):
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or any(scan_ours(path)):
             raise
         for item in scan(path):
             os.unlink(item.path)
@@ -446,7 +446,7 @@ def tree_size(path: str | os.PathLike[str]) -> int:
     if os.path.islink(path):
         return total
     with suppress(PermissionError):
-        for item in own(path):
+        for item in scan_ours(path):
             if item.is_dir(follow_symlinks=False):
                 total += tree_size(item.path)
             else:
@@ -468,7 +468,7 @@ def is_foreign(name: str) -> bool:
     return name in _OF_THE_SYSTEM or (re.match(r"\.[^.]", name) is not None and not _COPYING.fullmatch(name))
 
 
-def own(path: str | os.PathLike[str]) -> Iterator[os.DirEntry[str]]:
+def scan_ours(path: str | os.PathLike[str]) -> Iterator[os.DirEntry[str]]:
     """Yield what is in a folder but for what `is_foreign`."""
     return (item for item in scan(path) if not is_foreign(item.name))
 

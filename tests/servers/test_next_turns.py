@@ -170,7 +170,7 @@ class Chats:
     def begin(self) -> None:
         """Begin with nothing stored, and nothing counted."""
         self.be_idle()
-        with self.generator.idle.held():
+        with self.generator.idle.paused():
             assert self.generator.wait_for_stores(60)
             self.cache.clear()
         self.turns = NextTurns(self.generator)
@@ -205,7 +205,7 @@ class Chats:
     def right(self, asked: Asked) -> list[int]:
         model = self.generator.model_provider.model
         prompt = list(asked.context.prompt)
-        with self.generator.idle.held():
+        with self.generator.idle.paused():
             return greedy(model, make_prompt_cache(model), prompt, len(asked.tokens))
 
 
@@ -279,7 +279,7 @@ def prompt_of(chats: Chats, name: str) -> Any:
 
 def test_nothing_is_computed_of_a_session_that_has_ended(chats):
     chats.begin()
-    with chats.generator.idle.held():
+    with chats.generator.idle.paused():
         chats.ask("one", text(400, "ended"), keeping=Keeping(session="s"))
         assert chats.generator.wait_for_stores(60)
         assert chats.cache.end_session("s").images
@@ -313,7 +313,7 @@ def test_a_request_that_comes_waits_for_one_chunk(chats, monkeypatch):
     monkeypatch.setattr(module, "warm_sequences", warm_sequences)
     monkeypatch.setattr(module, "CHUNK", 16)
     monkeypatch.setattr(module, "LEAST", 1)
-    with chats.generator.idle.held():
+    with chats.generator.idle.paused():
         asked = chats.ask("one", text(400, "long"))
     assert waits.wait(60)
     chats.ask("other", "Hello.", idle=False)
@@ -336,7 +336,7 @@ def test_on_its_battery_a_machine_computes_nothing_ahead(chats, monkeypatch, plu
 
 def test_only_the_last_turn_of_a_chat_waits_and_few_of_all_chats(chats):
     chats.begin()
-    with chats.generator.idle.held():
+    with chats.generator.idle.paused():
         for question in ("First?", "Second?", "Third?"):
             chats.ask("one", question)
         assert [turn.wanted for turn in chats.turns._waiting] == [True]

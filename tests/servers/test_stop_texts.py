@@ -16,9 +16,9 @@ def test_the_first_stop_text_is_found_where_the_whole_text_has_its_end(stops, pi
     for piece in pieces:
         if (end := reader.end_in(piece)) is not None:
             read += piece[:end]
-            assert read.endswith(reader.found)
+            assert read.endswith(reader.ended_by)
             assert len(read) == min(whole.find(stop) + len(stop) for stop in stops if stop in whole)
             return
         read += piece
     assert not [stop for stop in stops if stop in whole]
-    assert reader.found == ""
+    assert reader.ended_by == ""

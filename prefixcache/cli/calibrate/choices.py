@@ -79,11 +79,11 @@ def grid(basis: Basis) -> Grid:
 
 
 def _row(choice: CodecChoice) -> list[str]:
-    held = max(RAM - choice.basis_bytes, 0) / choice.token_bytes
+    tokens = max(RAM - choice.basis_bytes, 0) / choice.token_bytes
     return [
         choice.codec,
         size(round(choice.token_bytes)),
         "about " * (choice.kl is not None and not choice.measured) + number(choice.kl),
-        f"{held:,.0f}",
+        f"{tokens:,.0f}",
         size(round(PROMPT * choice.token_bytes)),
     ]

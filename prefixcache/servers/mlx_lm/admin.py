@@ -132,7 +132,7 @@ class Admin:
     @contextmanager
     def _stores_ended(self) -> Iterator[None]:
         """Let what was answered be stored before the block, which deletes it, and nothing be computed within."""
-        with self._generator.idle.held():
+        with self._generator.idle.paused():
             if not self._generator.wait_for_stores(STORES):
                 log.warning(
                     "admin: a step takes longer than %g s: a request under way may store its prompt again", STORES

@@ -48,7 +48,7 @@ class IdleWork:
             self._jobs = [*(other for other in self._jobs if other.wanted), job]
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def paused(self) -> Iterator[None]:
         """Let no job go on within the block, beyond its present chunk."""
         with self._lock:
             self._holders += 1

@@ -35,12 +35,12 @@ def listing(path: str, served: str | None) -> dict[str, Any]:
     where there is no such model. `served`: the folder or the name that the server was started with.
     """
     name = unquote(path.partition("?")[0].removeprefix(PATH).removeprefix("/"))
-    own = None if not served else str(Path(served).resolve()) if Path(served).exists() else served
-    names = dict.fromkeys([*downloaded(), own] if own else downloaded())
+    served_name = None if not served else str(Path(served).resolve()) if Path(served).exists() else served
+    names = dict.fromkeys([*downloaded(), served_name] if served_name else downloaded())
     if not name:
         return {"object": "list", "data": [_model(each) for each in names]}
-    if name not in names and not (own and name in (served, DEFAULT)):
-        there = f"; this server has {own}" if own else ""
+    if name not in names and not (served_name and name in (served, DEFAULT)):
+        there = f"; this server has {served_name}" if served_name else ""
         raise RequestRefused(f"no model {shown(name)}{there}, and GET {PATH} lists all", 404)
     return _model(name)
 

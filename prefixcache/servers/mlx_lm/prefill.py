@@ -80,8 +80,11 @@ class RequestBatches:
         begun_with = {name: values for name, values in options.items() if name != "caches"}
         sequences = []
         for i, (parts, tokens) in enumerate(zip(segments, known, strict=True)):
-            request, own = request_of(tokens), {name: values[i : i + 1] for name, values in begun_with.items()}
-            begun = Begun([list(segment) for segment in parts], list(tokens), own)
+            request, begun_options = (
+                request_of(tokens),
+                {name: values[i : i + 1] for name, values in begun_with.items()},
+            )
+            begun = Begun([list(segment) for segment in parts], list(tokens), begun_options)
             ends = [*accumulate(len(segment) for segment in parts if segment)]
             points, kept = self._prompts.branch_points(request, len(tokens)), len(tokens) // BLOCK * BLOCK
             sequences.append(SequenceUnderWay(request, begun, points, {*ends, ends[-1] - 1}, kept))

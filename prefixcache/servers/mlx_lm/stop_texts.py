@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 
 class StopTexts:
-    """Reads an answer piece by piece. `found` is the stop text that has ended it, "" before."""
+    """Reads an answer piece by piece. `ended_by` is the stop text that has ended it, "" before."""
 
     def __init__(self, stops: Sequence[str]):
         self._stops = stops
         self._longest = max(map(len, stops))
         self._read = ""  # the last characters, of which a stop text may have begun in all but one
-        self.found = ""
+        self.ended_by = ""
 
     def end_in(self, piece: str) -> int | None:
         """Return how many characters of the next piece there are up to the end of the first stop text, None without one."""
@@ -21,5 +21,5 @@ class StopTexts:
         if not ends:
             self._read = text[len(text) - min(self._longest - 1, len(text)) :]
             return None
-        end, self.found = min(ends)
+        end, self.ended_by = min(ends)
         return end - len(self._read)

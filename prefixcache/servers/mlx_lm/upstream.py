@@ -256,7 +256,7 @@ class Completion(server.APIHandler):
         def until_stop() -> Iterator[Any]:
             for response in responses:
                 if (last := self._last(response, stops)) is not None:
-                    self.stopped_by, self._is_stopped, request.request_log.end = stops.found, True, "stop"
+                    self.stopped_by, self._is_stopped, request.request_log.end = stops.ended_by, True, "stop"
                     yield last
                     return
                 yield response
@@ -294,7 +294,7 @@ class Completion(server.APIHandler):
         Issue: none filed. Goes when its are OpenAI's.
         """
         names = self._models.tokenizer.convert_ids_to_tokens(tokens)
-        tops = [sorted(top, key=lambda one: -one["logprob"]) for top in top_tokens] or [[] for _ in tokens]
+        tops = [sorted(top, key=lambda each: -each["logprob"]) for top in top_tokens] or [[] for _ in tokens]
         return [
             {"id": token, "token": name, "logprob": logprob, "top_logprobs": top}
             for token, name, logprob, top in zip(tokens, names, token_logprobs, tops, strict=True)

@@ -36,18 +36,18 @@ def serve(settings: Settings, flags: Sequence[str], salts: Salts, allowed_hosts:
     `salts`: whose a request's prompts are. `allowed_hosts`: names of the server beside those that it is bound to. Raises
     ServeError, ValueError or `ssd.DirectoryError` when it can't start.
     """
-    own, others = _read_own(flags)
-    address = _checked_address(own.host, others)
-    access = WebAccess.of(own.host, address, allowed_hosts, filter(None, own.allowed_origins.split(",")))
+    ours, others = _read_ours(flags)
+    address = _checked_address(ours.host, others)
+    access = WebAccess.of(ours.host, address, allowed_hosts, filter(None, ours.allowed_origins.split(",")))
     with Ending(), PrefixCache(settings) as cache:
         manager = upstream.Manager(cache, partial(prompts_of, cache))
         rules = upstream.Rules(replace(salts, remedy=TENANT), access, lambda: render(CacheCollector(cache)))
         with upstream.serving_with(manager, rules):
-            upstream.run(["--host", own.host, *others])
+            upstream.run(["--host", ours.host, *others])
         log.info("flushing RAM: %s", size(cache.stats().ram_images))
 
 
-def _read_own(flags: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+def _read_ours(flags: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Read what is not left to mlx-vlm: its default host is every address, and it answers the pages of every origin."""
     parser = argparse.ArgumentParser(prog="prefixcache serve --vlm", add_help=False, allow_abbrev=False)
     parser.add_argument("--host", default="127.0.0.1")
@@ -85,7 +85,7 @@ def prompts_of(cache: PrefixCache, generator: Any) -> ModelPrompts | None:
             log.warning("%s: prompts are neither kept nor hit with it", flag)
             return None
     try:
-        prompts = _made(cache, generator)
+        prompts = _prompts_kept(cache, generator)
     except Exception as error:  # such as a model without a language model
         log.warning("prompts of this model are neither kept nor hit: %s", error)
         return None
@@ -93,7 +93,7 @@ def prompts_of(cache: PrefixCache, generator: Any) -> ModelPrompts | None:
     return prompts
 
 
-def _made(cache: PrefixCache, generator: Any) -> ModelPrompts:
+def _prompts_kept(cache: PrefixCache, generator: Any) -> ModelPrompts:
     """Make it. Raises an exception for a model whose prompts can't be hit."""
     if not upstream.takes_chunks(generator.model):
         raise NotCausal(f"{generator.config.model_type}: it takes prompts as a whole")

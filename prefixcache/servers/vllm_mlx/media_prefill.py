@@ -31,7 +31,7 @@ def tried(init: Callable[..., None]) -> Callable[..., None]:
     """
 
     @functools.wraps(init)
-    def made(self: Any, *args: Any, **options: Any) -> None:
+    def begun(self: Any, *args: Any, **options: Any) -> None:
         init(self, *args, **options)
         placeholders = placeholders_of(getattr(self.model, "config", None))
         if not placeholders.kinds or not isinstance(self.prefix_cache, TieredPrefixCache):
@@ -42,7 +42,7 @@ def tried(init: Callable[..., None]) -> Callable[..., None]:
             log.warning("without a prefix cache: %s", error)
             self.prefix_cache = None
 
-    return made
+    return begun
 
 
 def empty_layers(generator: Any) -> list[Any]:
