@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -23,6 +23,7 @@ from prefixcache.calibration.texts import Windows, default_texts, read_texts, wi
 from prefixcache.cli.calibrate.anchor import anchored, texts_of
 from prefixcache.cli.calibrate.options import Calibration
 from prefixcache.cli.evaluate.measuring import Subject, load
+from prefixcache.cli.evaluate.texts import opening_of
 from prefixcache.cli.text import Refused
 from prefixcache.codecs.transform.bases import Bases
 from prefixcache.codecs.transform.basis import Basis, BasisError
@@ -107,18 +108,11 @@ def _windows(job: Calibration, subject: Subject) -> Windows:
             lambda text: list(tokenizer.encode(text, add_special_tokens=False)),
             job.windows,
             job.tokens,
-            opening(tokenizer),
+            opening_of(tokenizer),
             min(job.windows, HELD_BACK),
         )
     except ValueError as error:
         raise Refused(str(error)) from error
-
-
-def opening(tokenizer: Any) -> list[int]:
-    """Return the tokens that the tokenizer puts before a text."""
-    whole, bare = list(tokenizer.encode("a")), list(tokenizer.encode("a", add_special_tokens=False))
-    places = [i for i in range(len(whole) - len(bare) + 1) if whole[i : i + len(bare)] == bare]
-    return whole[: places[0]] if bare and places else []
 
 
 class LayerGroups(NamedTuple):

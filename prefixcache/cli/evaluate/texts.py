@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from prefixcache.calibration import texts
 from prefixcache.cli.text import Refused
 
 _NAMES = """
@@ -53,15 +54,11 @@ def default_text() -> str:
 
 
 def read_texts(paths: Sequence[Path]) -> str:
-    texts = []
-    for path in paths:
-        try:
-            texts.append(path.read_text(encoding="utf-8"))
-        except UnicodeDecodeError:
-            raise Refused(f"--text {path}: not UTF-8; convert it, or give another text") from None
-        except OSError as error:
-            raise Refused(f"--text {path}: can't be read ({error.strerror}); give a text file") from None
-    return "\n\n".join(texts)
+    """Return the files' texts as one. Refused for a file that can't be read or isn't UTF-8."""
+    try:
+        return "\n\n".join(text.text for text in texts.read_texts(paths))
+    except ValueError as error:
+        raise Refused(str(error)) from None
 
 
 class Excerpts(NamedTuple):
@@ -74,9 +71,9 @@ class Excerpts(NamedTuple):
 def cut(tokenizer: Any, ids: list[int], prefix: int, tokens: int, windows: int) -> Excerpts:
     """Return excerpts of a text, evenly spaced; none overlaps another.
 
-    Each begins with the token that the tokenizer puts at the beginning of a text, if it has one.
+    Each begins with what the tokenizer puts at the beginning of a text.
     """
-    opening = _first_token(tokenizer)
+    opening = opening_of(tokenizer)
     length = prefix - len(opening) + tokens + 1
     needed = (windows + 1) * length
     if not ids:
@@ -91,9 +88,11 @@ def cut(tokenizer: Any, ids: list[int], prefix: int, tokens: int, windows: int) 
     return Excerpts(pieces[0][:prefix], [Excerpt(p[:prefix], p[prefix:-1], p[prefix + 1 :]) for p in pieces[1:]])
 
 
-def _first_token(tokenizer: Any) -> list[int]:
-    first = getattr(tokenizer, "bos_token_id", None)
-    return [first] if first is not None and tokenizer.encode("a")[:1] == [first] else []
+def opening_of(tokenizer: Any) -> list[int]:
+    """Return the tokens that the tokenizer puts before a text."""
+    whole, bare = list(tokenizer.encode("a")), list(tokenizer.encode("a", add_special_tokens=False))
+    places = [i for i in range(len(whole) - len(bare) + 1) if whole[i : i + len(bare)] == bare]
+    return whole[: places[0]] if bare and places else []
 
 
 def depths_of(count: int) -> list[float]:

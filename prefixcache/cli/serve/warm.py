@@ -25,6 +25,7 @@ from prefixcache.cli.serve.cache_options import Flags, settings_from, with_setti
 from prefixcache.cli.text import Refused, complain, many, one_line
 from prefixcache.layers import CacheError
 from prefixcache.ranks.launcher import when_launcher_ends
+from prefixcache.servers.ending import Ending
 from prefixcache.settings import Settings
 from prefixcache.ssd import DirectoryHeld, SsdError
 
@@ -270,32 +271,16 @@ def _warm(
 
 @contextmanager
 def _ending(ranks: Ranks | None) -> Iterator[Callable[[], None]]:
-    """Give a check that raises Stopped once SIGINT or SIGTERM came, or mlx.launch ended, on all ranks if one has it. A
-    second signal ends the process at once.
+    """Give a check that raises Stopped once a signal came, or mlx.launch ended, on all ranks if one has it. A second signal
+    ends the process at once.
     """
-    received: list[int] = []
+    with Ending() as ending:
 
-    def on(number: int, frame: Any) -> None:
-        received.append(number)
-        for signum in before:
-            signal.signal(signum, signal.SIG_DFL)
+        def check() -> None:
+            signum = ending.signum if ranks is None else ranks.most(ending.signum)[0]
+            if signum:
+                raise Stopped(signum)
 
-    def check() -> None:
-        signum = received[0] if received else 0
         if ranks is not None:
-            signum = ranks.most(signum)[0]
-        if signum:
-            raise Stopped(signum)
-
-    def end_with_launcher(pid: int) -> None:
-        if not received:
-            received.append(signal.SIGTERM)
-
-    if ranks is not None:
-        when_launcher_ends(end_with_launcher)
-    before = {signum: signal.signal(signum, on) for signum in (signal.SIGINT, signal.SIGTERM)}
-    try:
+            when_launcher_ends(lambda pid: ending.ask(signal.SIGTERM))
         yield check
-    finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)

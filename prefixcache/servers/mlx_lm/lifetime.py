@@ -8,15 +8,13 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.metadata import version
-from typing import Any
 
 import prefixcache
 from prefixcache.byte_sizes import size
 from prefixcache.metrics.logs import JsonFormatter, quotes_nothing
 from prefixcache.metrics.stats import Stats
+from prefixcache.servers.ending import Ending
 from prefixcache.servers.mlx_lm.errors import RankFailed, ServeError, ServeFailed
 from prefixcache.servers.mlx_lm.generator import Generator
 from prefixcache.servers.mlx_lm.http_server import Handler, HttpServer, Site
@@ -26,50 +24,6 @@ log = logging.getLogger("prefixcache")
 
 LINGER = 1.0  # seconds, beyond the grace, for the thread that generates to end
 POLL = 0.05  # seconds between two looks at what ends
-
-
-class Ending:
-    """SIGTERM, SIGINT and SIGHUP: the first signal asks for a clean end, the second ends the process at once. `asked`: by a
-    signal, or by another rank.
-    """
-
-    def __init__(self) -> None:
-        self.asked = threading.Event()
-        self.signum = 0
-
-    def __enter__(self) -> Ending:
-        numbers = [signal.SIGTERM, signal.SIGINT]
-        if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # else it is under nohup
-            numbers.append(signal.SIGHUP)
-        self._before = {number: signal.signal(number, self._on) for number in numbers}
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    @contextmanager
-    def at_once(self) -> Iterator[None]:
-        """Within it the first signal ends the process."""
-        for number in self._before:
-            signal.signal(number, signal.SIG_DFL)
-        try:
-            yield
-        finally:
-            for number in self._before:
-                signal.signal(number, self._on)
-
-    def ask(self, signum: int) -> None:
-        """Ask for a clean end as this signal would, unless that was asked for already."""
-        if not self.signum:
-            self.signum = signum
-            self.asked.set()
-
-    def _on(self, signum: int, frame: Any) -> None:
-        if self.signum:
-            os._exit(128 + signum)
-        self.signum = signum
-        self.asked.set()
 
 
 def start_logging(args: argparse.Namespace, options: ServeOptions, rank: int | None = None) -> None:

@@ -13,10 +13,11 @@ import mlx.core as mx
 
 from prefixcache.byte_sizes import size
 from prefixcache.cache import PrefixCache
+from prefixcache.servers.ending import Ending
 from prefixcache.servers.mlx_lm.arguments import check_model, read_flags
 from prefixcache.servers.mlx_lm.generator import Generator
 from prefixcache.servers.mlx_lm.http_server import HttpServer
-from prefixcache.servers.mlx_lm.lifetime import Ending, end, run, start_logging
+from prefixcache.servers.mlx_lm.lifetime import end, run, start_logging
 from prefixcache.servers.mlx_lm.options import ServeOptions
 from prefixcache.servers.mlx_lm.provider import Provider
 from prefixcache.servers.mlx_lm.serve_rank import serve_rank

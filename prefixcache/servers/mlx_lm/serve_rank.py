@@ -21,11 +21,12 @@ from prefixcache.metrics.stats import Stats
 from prefixcache.ranks import Ranks
 from prefixcache.ranks.launcher import when_launcher_ends
 from prefixcache.ranks.watch import Watch
+from prefixcache.servers.ending import Ending
 from prefixcache.servers.mlx_lm.arguments import check_model
 from prefixcache.servers.mlx_lm.errors import ServeError, ServeFailed
 from prefixcache.servers.mlx_lm.generator import Generator
 from prefixcache.servers.mlx_lm.http_server import HttpServer
-from prefixcache.servers.mlx_lm.lifetime import POLL, Ending, died, end, is_ready, run, start_logging, tell
+from prefixcache.servers.mlx_lm.lifetime import POLL, died, end, is_ready, run, start_logging, tell
 from prefixcache.servers.mlx_lm.options import ServeOptions
 from prefixcache.servers.mlx_lm.provider import Provider
 from prefixcache.servers.mlx_lm.rank_turns import RankTurns

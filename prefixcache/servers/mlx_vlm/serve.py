@@ -15,10 +15,10 @@ from prefixcache.cache import PrefixCache
 from prefixcache.identity import identity_or_nameless, mlx_vlm_identity
 from prefixcache.metrics.prometheus import CacheCollector, render
 from prefixcache.servers.causality import NotCausal, media_are_whole
+from prefixcache.servers.ending import Ending
 from prefixcache.servers.media_inputs import placeholders_of
 from prefixcache.servers.mlx_lm.arguments import Flags, check_model
 from prefixcache.servers.mlx_lm.errors import ServeError, no_address
-from prefixcache.servers.mlx_lm.lifetime import Ending
 from prefixcache.servers.mlx_vlm import upstream
 from prefixcache.servers.mlx_vlm.prompts import ModelPrompts
 from prefixcache.servers.salts import Salts
