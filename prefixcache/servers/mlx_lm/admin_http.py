@@ -38,7 +38,7 @@ class AdminPath:
         self._admin, self._key = admin, key
 
     def answer(self, handler: BaseHTTPRequestHandler, read_body: Callable[[int], bytes]) -> None:
-        """Read a request whose headers were read, and answer it."""
+        """Read a request whose headers were read, and answer it; RequestRefused where it can't be."""
         try:
             has_body = any(name in handler.headers for name in BODY_HEADERS)
             # also of who may not ask: else the answer might not arrive
@@ -46,15 +46,15 @@ class AdminPath:
             self._check_sender(handler)
             name = handler.path.partition("?")[0].removeprefix(PATH)
             result = self._admin.answer(handler.command, name, _body_of(handler, content))
-        except RequestRefused as error:
-            return _refuse(handler, error)
-        except (SlowClient, ConnectionError):  # the handler's affair, as on other paths
+        except (RequestRefused, SlowClient, ConnectionError):
             raise
         except Exception:
             log.exception("an admin request failed")
-            return _refuse(handler, RequestRefused("it failed; see the server's log", 500))
+            raise RequestRefused("it failed; see the server's log", 500) from None
         if isinstance(result, dict):
-            _send(handler, 200, "application/json", json.dumps(result).encode() + b"\n")
+            body = json.dumps(result).encode() + b"\n"
+            _begin(handler, "application/json", ("Content-Length", str(len(body))))
+            handler.wfile.write(body)
         else:
             _stream(handler, result)
 
@@ -106,29 +106,18 @@ def _body_of(handler: BaseHTTPRequestHandler, content: bytes) -> dict[str, Any]:
     return body
 
 
-def _refuse(handler: BaseHTTPRequestHandler, error: RequestRefused) -> None:
-    body = json.dumps({"error": {"message": str(error), "code": error.status}}).encode() + b"\n"
-    _send(handler, error.status, "application/json", body)
-
-
-def _send(handler: BaseHTTPRequestHandler, status: int, kind: str, body: bytes | None) -> None:
-    handler.send_response(status)
-    handler.send_header("Content-Type", kind)
-    if status == 401:
-        handler.send_header("WWW-Authenticate", "Bearer")
-    if body is not None:
-        handler.send_header("Content-Length", str(len(body)))
-    handler.send_header("Cache-Control", "no-store")
+def _begin(handler: BaseHTTPRequestHandler, kind: str, *headers: tuple[str, str]) -> None:
+    handler.send_response(200)
+    for name, value in (("Content-Type", kind), ("Cache-Control", "no-store"), *headers):
+        handler.send_header(name, value)
     handler.end_headers()
-    if body is not None:
-        handler.wfile.write(body)
 
 
 def _stream(handler: BaseHTTPRequestHandler, results: Iterator[dict[str, Any]]) -> None:
     """Send results as they come, an object a line; the end of the connection is theirs. Who goes away ends them."""
     try:
         first = next(results, {})  # only what has begun is ended by `close`
-        _send(handler, 200, "application/x-ndjson", None)
+        _begin(handler, "application/x-ndjson")
         for result in chain([first], results):
             handler.wfile.write(json.dumps(result).encode() + b"\n")
             handler.wfile.flush()

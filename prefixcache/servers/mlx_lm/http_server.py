@@ -169,7 +169,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_DELETE(self) -> None:
         if self.path.startswith(PATH):
-            return self.server.site.admin.answer(self, self.read_body)
+            return self._answer_admin()
         self._refuse(404, f"nothing to delete there; what can be is below {PATH}")
 
     def do_OPTIONS(self) -> None:
@@ -183,7 +183,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         if self.path.startswith(PATH):
-            self.server.site.admin.answer(self, self.read_body)
+            self._answer_admin()
         elif self._plain_path == "/metrics":
             self._answer(200, prometheus.render(*self.server.site.collectors), prometheus.CONTENT_TYPE)
         elif f"{self._plain_path}/".startswith(f"{model_list.PATH}/"):
@@ -194,6 +194,12 @@ class Handler(BaseHTTPRequestHandler):
         else:
             self._refuse(404, NO_PATH)
 
+    def _answer_admin(self) -> None:
+        try:
+            self.server.site.admin.answer(self, self.read_body)
+        except RequestRefused as error:
+            self._refuse(error.status, str(error))
+
     def _answer_models(self) -> None:
         try:
             models = model_list.listing(self.path, self.server.site.generator.cli_args.model)
@@ -203,7 +209,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         if self.path.startswith(PATH):
-            return self.server.site.admin.answer(self, self.read_body)
+            return self._answer_admin()
         try:
             connection, asked = self._read_request()
             Completion(connection, self.server.site.generator, asked).do_POST()
