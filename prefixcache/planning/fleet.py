@@ -49,14 +49,13 @@ class RemoteImage(NamedTuple):
 
 
 class SimulatedRemote:
-    """Images by name, the least recently used first out: under `limit` bytes, or without a limit for None. Of the prompt that
-    a machine looks up, they are the machine's last tier, with this `number`.
+    """What machines of this fleet share, and each machine's last tier: images by name, the least recently used first out.
 
     Using an image is to ask for it, to read it or to send it, on any machine.
     """
 
-    def __init__(self, limit: int | None = None, number: int = 0):
-        self.limit, self.number = limit, number
+    def __init__(self, fleet: Fleet):
+        self.limit, self.number = fleet.remote, last_tier(fleet.cell)
         self.used = self.peak = 0
         self.sent_images = self.sent_bytes = self.read_images = self.read_bytes = self.evicted = 0
         self.reused_tokens = 0  # of blocks that were read at least once
@@ -284,7 +283,7 @@ def simulate_fleet(
     """Serve these requests, one after the other, each by one machine of the fleet. `requests` are read more than once; the
     others are the arguments of `simulator.simulate`.
     """
-    remote = SimulatedRemote(fleet.remote, last_tier(fleet.cell))
+    remote = SimulatedRemote(fleet)
     machines: list[Simulation] = [
         Simulation(state, codec, fleet.cell) if fleet.remote_admission is None else Machine(state, codec, fleet, remote)
         for _ in range(fleet.machines)

@@ -44,9 +44,9 @@ class Served:
     """Machines of a small fleet, each asked by hand."""
 
     def __init__(self, admission: str = "second", state: ModelState = STATE, limit: int | None = None, **fleet):
-        self.remote = SimulatedRemote(limit)
         of_one = {name: fleet.pop(name) for name in Cell._fields if name in fleet}
-        machines = Fleet(Cell(**{"ram": GB, **of_one}), remote_admission=admission, **fleet)
+        machines = Fleet(Cell(**{"ram": GB, **of_one}), remote_admission=admission, remote=limit, **fleet)
+        self.remote = SimulatedRemote(machines)
         self.machines = [Machine(state, RAW, machines, self.remote) for _ in range(3)]
         self._prompts = Prompts(BLOCK)
 
@@ -134,7 +134,7 @@ def test_windows_and_snapshots_come_with_their_rows(config, admission):
 @pytest.mark.parametrize("config", [PLAIN, SLIDING, HYBRID], ids=["plain", "windows", "snapshots"])
 @pytest.mark.parametrize(("ram", "ssd"), [(300_000, 0), (2_500_000, 0), (1_500_000, 6_000_000)])
 def test_what_lands_where_room_is_short_leaves_every_machine_whole(config, ram, ssd):
-    state, remote = ModelState.of(config, name="tiny"), SimulatedRemote(3_000_000)
+    state, remote = ModelState.of(config, name="tiny"), SimulatedRemote(Fleet(Cell(ram, ssd), remote=3_000_000))
     asked = [request for request in AGENTS[:20] for _ in range(2)]
     for policy, admission in (("lru", "always"), ("adaptive", "second")):
         fleet = Fleet(Cell(ram, ssd, policy, admission), remote_admission="always", link=AT_ONCE)

@@ -58,7 +58,7 @@ def _lookups(ids: np.ndarray, model: str, group: mx.distributed.Group | None) ->
 
     def look_up(tokens: np.ndarray) -> None:
         prompt = cache.prompt(tokens, model=model)
-        reading.begin(prompt, reading.match(prompt))
+        reading.begin(prompt, cache.match(prompt, leave=1))
         if cache.ranks is not None:
             cache.ranks.any(False)  # whether it waits for another request
         found, _ = cache.fetch(prompt, leave=1)
