@@ -18,9 +18,10 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from prefixcache import model_identity
 from prefixcache.calibration import checkpoint, layers, statistics, texts
-from prefixcache.cli.calibrate.making import _ranges, make, opening
+from prefixcache.cli.calibrate.making import _ranges, make
 from prefixcache.cli.calibrate.options import Calibration
 from prefixcache.cli.evaluate.measuring import load
+from prefixcache.cli.evaluate.texts import opening_of
 from prefixcache.cli.text import size
 from prefixcache.codecs.transform import bases, basis
 from prefixcache.codecs.transform.codec import Transform
@@ -347,8 +348,8 @@ def test_the_opening_is_what_the_tokenizer_adds_before_a_text():
         def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
             return [7, 8, *text.encode(), 9] if add_special_tokens else list(text.encode())
 
-    assert opening(Opens()) == [7, 8]
-    assert opening(load(str(TINY)).tokenizer) == [0]
+    assert opening_of(Opens()) == [7, 8]
+    assert opening_of(load(str(TINY)).tokenizer) == [0]
 
 
 def test_ranges_of_layers():

@@ -102,8 +102,8 @@ def test_a_job_that_fails_hears_of_it_and_the_others_go_on(caplog):
 def test_while_they_are_held_no_job_goes_on():
     work, job = IdleWork(lambda: False), Counting(2)
     work.add(job)
-    with work.held():
-        with work.held():
+    with work.paused():
+        with work.paused():
             work.step()
         work.step()
         assert job.done == 0
