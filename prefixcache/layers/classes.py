@@ -54,14 +54,6 @@ def _is_layer_cache(cls: type) -> bool:
     return asked and cls.__name__ != "_BaseCache" and adapter_of(cls).can_make
 
 
-def check_kept(path: str, at: str) -> None:
-    """Raise CacheError when the layer at `at`, whose class has this path, could not be made again."""
-    try:
-        find_class(path)
-    except CacheError as error:
-        raise CacheError(f"{at}: {error}") from None
-
-
 def _import(path: str) -> type:
     module, _, name = path.rpartition(".")
     try:

@@ -16,12 +16,11 @@ import numpy as np
 
 from prefixcache.codecs import RawRows
 from prefixcache.codecs.base import Encoding, side_by_side
+from prefixcache.codecs.gather import gather
 from prefixcache.codecs.interchange import CopyOut, borrow, on_cpu
 from prefixcache.codecs.levels import Levels, neutral
 from prefixcache.codecs.turboquant.coding import run_at, spans_of
 from prefixcache.codecs.turboquant.measure_levels import measure_levels
-from prefixcache.kernels import gather_rows
-from prefixcache.kernels.dialects import dialect_here
 from prefixcache.layers import levels
 from prefixcache.layers.adapters import Leaf, LiveCodes, arrays_in
 from prefixcache.layers.image_layout import Group, Member, Section, Tensors
@@ -287,11 +286,8 @@ class Gpu(Way):
     def _gathered(self, members: Sequence[Member], targets: Sequence[RowTarget]) -> mx.array:
         """Return rows (all heads of these members, tokens of all targets, width)."""
         runs = merged([(target.first, target.last) for target in targets])
-        layers = [self._leaves[member.leaf].arrays[member.stream] for member in members]
-        lying = {self._leaves[member.leaf].where for member in members}
-        dialect = dialect_here()
-        if lying == {slice} and len(runs) == 1 and dialect is not None and gather_rows.takes(dialect, layers):
-            return gather_rows.gather(dialect, layers, *runs[0])
+        if len(runs) == 1 and all(self._leaves[member.leaf].where is slice for member in members):
+            return gather([self._leaves[member.leaf].arrays[member.stream] for member in members], *runs[0])
         of_members = []
         for member in members:
             leaf = self._leaves[member.leaf]

@@ -36,7 +36,7 @@ from prefixcache.layers.adapters import (
     adapter_of,
     class_path,
 )
-from prefixcache.layers.classes import check_kept, find_class, read_leaf
+from prefixcache.layers.classes import find_class, read_leaf
 
 LEAST_ROWS = 32  # of a head's recurrent state; what has fewer is a convolution's last inputs
 
@@ -112,7 +112,10 @@ def _check_kept(layer: Layout, at: str) -> None:
     """Raise CacheError where a layer read at `at` could not be made again."""
     for i, child in enumerate(layer.get("children", ())):
         _check_kept(child, f"{at}.{i}")
-    check_kept(layer["class"], at)
+    try:
+        find_class(layer["class"])
+    except CacheError as error:
+        raise CacheError(f"{at}: {error}") from None
 
 
 def live_arrays(prompt_cache: Sequence[Any]) -> list[mx.array]:
