@@ -2,6 +2,7 @@
 encoder sees only the pictures behind a hit, and what is said is what is said without a cache.
 """
 
+import json
 import sys
 from typing import NamedTuple
 
@@ -83,7 +84,7 @@ def loaded(wheel, request, tmp_path_factory):
     multimodal = mllm.MLXMultimodalLM(str(folder))
     multimodal.load()
     vllm_mlx.name_model(multimodal.model, folder)
-    multimodal.encoded = []
+    multimodal.encoded, multimodal.answered = [], {}
     tower = type(multimodal.model.vision_tower)
     encode = tower.__call__
 
@@ -98,8 +99,16 @@ def loaded(wheel, request, tmp_path_factory):
 
 @pytest.fixture
 def plain(wheel, loaded):
-    """Answers chats in one batch without any cache, or memory of pictures."""
-    return lambda *chats: answers(Generator(wheel, loaded, cached=False, enable_vision_cache=False), chats)
+    """Answers chats in one batch without any cache, or memory of pictures: the same ones once for all tests."""
+
+    def answer(*chats):
+        asked = json.dumps(chats)
+        if asked not in loaded.answered:
+            generator = Generator(wheel, loaded, cached=False, enable_vision_cache=False)
+            loaded.answered[asked] = answers(generator, chats)
+        return loaded.answered[asked]
+
+    return answer
 
 
 def answers(generator: Generator, chats) -> list[list[int]]:
