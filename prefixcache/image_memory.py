@@ -16,6 +16,7 @@ import sys
 import threading
 from bisect import bisect_left, insort
 from collections import deque
+from contextlib import suppress
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakSet
 
@@ -212,11 +213,9 @@ class Pool:
             return None
         self._numbers += 1
         self._regions[self._numbers] = region
-        try:
+        with suppress(OSError):  # a system without huge pages
             region.madvise(mmap.MADV_HUGEPAGE)
             self._in_huge_pages.add(self._numbers)
-        except OSError:
-            pass  # a system without them
         self._clean.add(self._numbers * SPAN, size)
         return self._clean.take(nbytes)
 

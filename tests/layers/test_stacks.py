@@ -69,7 +69,11 @@ def test_bytes_go_to_the_gpu_once_for_many_blocks_and_streams(monkeypatch):
         for module in (stacks, levels):
             monkeypatch.setattr(module, "bring_in_stacked", lambda arrays: copies.append(len(arrays)) or copy(arrays))
         launches, decode = [], TurboQuantRows.decode_blocks
-        counted = lambda codec, *coded: launches.append(codec) or decode(codec, *coded)  # noqa: E731
+
+        def counted(codec, *coded):
+            launches.append(codec)
+            return decode(codec, *coded)
+
         monkeypatch.setattr(TurboQuantRows, "decode_blocks", counted)
         fetched(cache, tokens, monkeypatch, stacked=True, at_once=stacks.AT_ONCE)
     # Sinks; codes, scales and levels of keys, of values; the tail. Two blocks each, whatever the number of layers.
