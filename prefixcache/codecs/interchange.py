@@ -134,7 +134,7 @@ def located(copies: Sequence[CopyOut]) -> list[CopyOut]:
     """
     crossing = {i: copy.array for i, copy in enumerate(copies) if isinstance(copy.array, mx.array) and _by_engine(copy)}
     whole = [mx.contiguous(array) for array in crossing.values()]
-    addresses = pinned.located(whole) if whole else []
+    addresses = pinned.addresses_of(whole) if whole else []
     mx.async_eval(addresses)
     ready = list(copies)
     for i, array, address in zip(crossing, whole, addresses, strict=True):

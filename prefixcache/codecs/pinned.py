@@ -164,7 +164,7 @@ def to_gpu(sources: Sequence[Array]) -> mx.array:
         return lanes.up.copy(sources)
 
 
-def located(arrays: Sequence[mx.array]) -> list[mx.array]:
+def addresses_of(arrays: Sequence[mx.array]) -> list[mx.array]:
     """Return arrays that lie in one piece each -> where they lie on the GPU, uint64 (1,) of each: lazy, and there once the
     arrays are. For `from_gpu`, which another thread calls while the GPU computes something else.
     """
@@ -178,13 +178,13 @@ def located(arrays: Sequence[mx.array]) -> list[mx.array]:
 
 def from_gpu(array: mx.array, targets: Sequence[Array], address: mx.array | None) -> None:
     """Copy an array's bytes into these arrays, one after the other, each in C order. Ask `takes` first. `address`: what
-    `located` has given of the array, which nobody else reads.
+    `addresses_of` has given of the array, which nobody else reads.
     """
     lanes = _lanes()
     assert lanes is not None
     if address is None:
         array = mx.contiguous(array)
-        (address,) = located([array])
+        (address,) = addresses_of([array])
     there = int(np.asarray(address)[0])  # waits until the array is there, too
     with lanes.down.lock:
         lanes.down.copy(there, targets)
