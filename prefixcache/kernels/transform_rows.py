@@ -22,11 +22,12 @@ MOST = {"float16": "65504.0f", "bfloat16": "float_of(0x7F7F0000u)", "float32": "
 PLACE = """
   const u32 parts = (tokens + TOKENS - 1) / TOKENS;
   const u32 at = group * THREADS + member, pair = at % HALF, part = at / HALF % parts, head = at / HALF / parts;
-  if (head >= HEADS) return;
+  if (head >= HEADS * u32(mean_shape[0])) return;
   const bool turns = pair < PAIRS;
   const u32 one = turns && !INTERLEAVED ? pair : 2 * pair, other = turns && !INTERLEAVED ? pair + PAIRS : one + 1;
   const bool both = other < WIDTH;
-  const u32 a_channel = places[0] + head * WIDTH + one, b_channel = places[0] + head * WIDTH + (both ? other : one);
+  const u32 channel = head / HEADS * u32(mean_shape[1]) + places[0] + head % HEADS * WIDTH;
+  const u32 a_channel = channel + one, b_channel = channel + (both ? other : one);
   const float a_mean = mean[a_channel], b_mean = mean[b_channel], a_scale = scale[a_channel], b_scale = scale[b_channel];
   const u32 last = part * TOKENS + TOKENS < tokens ? part * TOKENS + TOKENS : tokens;
 """
@@ -163,16 +164,16 @@ class StreamKind(NamedTuple):
 
 
 def centrer(form: StreamKind) -> KernelSource:
-    """Inputs: the bits of rows (heads, tokens, width); of each channel mean and scale, float32; cosines and sines float32
-    (tokens, pairs); `places` as for `restorer`, of which it takes the first. Output: (row - mean) / scale * factor, uint16,
-    of the same shape.
+    """Inputs: the bits of rows (heads of all groups, tokens, width); mean and scale, float32 (groups, channels); cosines and
+    sines float32 (tokens, pairs); `places` as for `restorer`, of which it takes the first. Output: (row - mean) / scale *
+    factor, uint16, of the same shape.
     """
     inputs = ("rows", "mean", "scale", "cosines", "sines", "places")
     return KernelSource("transform_centre", inputs, ("centred",), form.functions(), CENTRE)
 
 
 def restorer(form: StreamKind) -> KernelSource:
-    """Inputs: products uint16 (heads, tokens, width), of each channel mean and scale, float32; of each token its block,
+    """Inputs: products uint16 (heads, tokens, width), mean and scale, float32 (1, channels); of each token its block,
     uint32 (tokens,); of each block offsets of channels, uint8, two to a byte, and of heads steps of them, bf16 as uint16;
     cosines and sines float32 (tokens, pairs); `places`, the stream's first channel and head, and where that is among
     products, uint32 (3,). Output: the bits of rows (heads, tokens, width).
@@ -206,13 +207,13 @@ def _kernel(dialect: Dialect, make: Callable[..., KernelSource], *form: StreamKi
 
 def centre(dialect: Dialect, form: StreamKind, inputs: list[mx.array]) -> mx.array:
     """Inputs and output of `centrer`, one token at least."""
-    return _launched(_kernel(dialect, centrer, form), form, inputs, inputs[0].shape[1], mx.uint16)
+    return _launched(_kernel(dialect, centrer, form), form, inputs, inputs[0].shape[0], mx.uint16)
 
 
 def restore(dialect: Dialect, form: StreamKind, inputs: list[mx.array]) -> mx.array:
     """Inputs and output of `restorer`, one token at least."""
     dtype = mx.uint32 if form.dtype == "float32" else mx.uint16
-    return _launched(_kernel(dialect, restorer, form), form, inputs, inputs[0].shape[1], dtype)
+    return _launched(_kernel(dialect, restorer, form), form, inputs, form.heads, dtype)
 
 
 def lengths(dialect: Dialect, values: mx.array) -> mx.array:
@@ -233,8 +234,9 @@ def sums(dialect: Dialect, values: mx.array, fine: mx.array, edges: mx.array) ->
     return added
 
 
-def _launched(kernel: Kernel, form: StreamKind, inputs: list[mx.array], tokens: int, dtype: mx.Dtype) -> mx.array:
-    threads = form.heads * -(-tokens // TOKENS) * -(-form.width // 2)
-    outputs = [((form.heads, tokens, form.width), dtype)]
+def _launched(kernel: Kernel, form: StreamKind, inputs: list[mx.array], heads: int, dtype: mx.Dtype) -> mx.array:
+    tokens = inputs[0].shape[1]
+    threads = heads * -(-tokens // TOKENS) * -(-form.width // 2)
+    outputs = [((heads, tokens, form.width), dtype)]
     (rows,) = launch(kernel, inputs, outputs, -(-threads // THREADS), THREADS)
     return rows

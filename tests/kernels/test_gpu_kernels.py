@@ -8,6 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from prefixcache.codecs import gather
 from prefixcache.codecs.interchange import borrow, copy_out
 from prefixcache.codecs.levels import Levels
 from prefixcache.codecs.packing import words_of
@@ -269,6 +270,14 @@ def test_rows_of_many_layers_are_gathered_as_mlx_concatenates_them(
     gathered = gather_rows.gather(turboquant_gpu._dialect(), layers, first, last)
     wanted = mx.concatenate([layer[:, :, first:last] for layer in layers], axis=1)[0]
     assert copy_out(gathered).tobytes() == copy_out(wanted).tobytes()
+
+
+@pytest.mark.parametrize("place", host_gpu.places("cuda"))
+@pytest.mark.parametrize("shape", [(), (5,), (32,), (2, 24), (2, 3, 40)])
+def test_arrays_are_stacked_as_by_mlx(place, run_at, shape):
+    run_at(place, (gather_rows,), gather)
+    values = np.random.default_rng(0).standard_normal((3, *shape)).astype(np.float32)
+    assert np.array_equal(np.array(gather.stacked([mx.array(each) for each in values])), values)
 
 
 def test_layers_that_are_not_alike_are_left_to_mlx():

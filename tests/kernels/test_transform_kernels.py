@@ -57,7 +57,7 @@ def packed(values, classes, tables, skipped=(), lengths=None, limit=1e9):
     skips[list(skipped)] = 1
     lengths = np.nan_to_num(values**2, posinf=0).sum(axis=1) if lengths is None else lengths
     return gpu_entropy.pack(
-        several.padded(mx.array(values.T.astype(np.float16))[None]),
+        several.padded(mx.array(values.T.astype(np.float16)))[None],
         mx.array(lengths.astype(np.float32))[None],
         mx.array(skips),
         mx.array(np.float32([limit])),
@@ -114,10 +114,10 @@ def test_groups_of_more_and_of_fewer_components_are_coded_at_once(tables, classe
     values = [values_of(classes, 70, seed)[:, : len(own)] for seed, own in enumerate(of_groups)]
     for of_group in values:
         of_group[1] = 1
-    lying = [several.padded(mx.array(of_group.T.astype(np.float16))[None]) for of_group in values]
+    lying = [several.padded(mx.array(of_group.T.astype(np.float16))) for of_group in values]
     lengths = np.stack([(of_group**2).sum(axis=1) for of_group in values])
     found = gpu_entropy.pack(
-        mx.concatenate(lying), mx.array(lengths), mx.zeros((70,), mx.uint32), mx.full((4,), 1e9), several, tables
+        mx.stack(lying), mx.array(lengths), mx.zeros((70,), mx.uint32), mx.full((4,), 1e9), several, tables
     )
     expected = [entropy.pack(quantised(of), own, tables) for of, own in zip(values, of_groups, strict=True)]
     heads = np.stack([of_group for of_group, _ in expected])

@@ -137,8 +137,8 @@ class LayerGroup:
             mx.array((back / scale[:, None] / MARGIN).astype(np.float16))
             for back, scale in zip(self._by_width(self.inverses), scales, strict=True)
         ]
-        scale = mx.array(np.concatenate([scale.ravel() for scale in scales]))
-        arrays = OnGpu(mx.array(vectors), mx.array(self.mean), scale, factors, inverses)
+        scale = mx.array(np.concatenate([scale.ravel() for scale in scales])[None])
+        arrays = OnGpu(mx.array(vectors), mx.array(self.mean[None]), scale, factors, inverses)
         mx.eval(arrays)
         object.__setattr__(self, "vectors", borrow(arrays.vectors)[:components].T)
         return arrays

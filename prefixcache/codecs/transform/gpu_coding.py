@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 import mlx.core as mx
 import numpy as np
 
+from prefixcache.codecs.gather import gather, stacked
 from prefixcache.codecs.interchange import Array, as_float32, borrow, bring_in, copy_out, element
 from prefixcache.codecs.threads import share_out
 from prefixcache.codecs.transform import gpu_entropy
@@ -85,22 +86,20 @@ class GroupBatch(NamedTuple):
 
 class _Operands(NamedTuple):
     """What products and kernels take of a coder: `vectors` (components, channels), some more than have codes, whose values
-    count for nothing; of each run of streams of one width `by_head` (heads, components, width), and `factors`, transposed,
-    and `inverses` (heads, width, width); of each stream the number of its run, and in uint32 (3,) its first channel and
-    head, and that among its run's.
+    count for nothing; of each run of streams of one width `by_head` (heads, components, width) and `inverses` (heads, width,
+    width); of each stream the number of its run, and in uint32 (3,) its first channel and head, and that among its run's.
     """
 
     vectors: mx.array
     by_head: list[mx.array]
-    factors: list[mx.array]
     inverses: list[mx.array]
     places: list[mx.array]
     runs: list[int]
 
 
 class Alike(NamedTuple):
-    """Groups of the same streams that follow each other: which of all, and their rows in the metric, float16 (groups,
-    channels, tokens).
+    """Groups that are alike and follow each other: which of all, and their rows in the metric, float16 (groups, channels,
+    tokens).
     """
 
     groups: slice
@@ -222,20 +221,18 @@ def encode(groups: Sequence[GroupRows], blocks: Sequence[BlockSpan]) -> list[lis
     coders = [group.coder for group in groups]
     runs = tuple((block.first, block.last) for block in blocks)
     skipped = np.concatenate([np.arange(block.last - block.first) < block.skip for block in blocks])
-    measured = [_measured(coder, group.streams, runs) for coder, group in zip(coders, groups, strict=True)]
-    joined = [Alike(part, mx.stack(measured[part])) for part in _alike(coders)]
-    del measured
+    joined = [Alike(part, _measured(groups[part], runs)) for part in _alike(coders)]
     mx.async_eval([of.measured for of in joined])  # the GPU begins while the rest is prepared
     classes = Classes.of([coder.classes for coder in coders])
     values = [
-        classes.padded((_operands(coder).vectors @ of_group)[None])
+        classes.padded(_operands(coder).vectors @ of_group)
         for of in joined
         for coder, of_group in zip(coders[of.groups], of.measured, strict=True)
     ]
     lengths = [kernels.lengths(gpu_entropy.dialect(), of.measured.view(mx.uint16)).sum(axis=1) for of in joined]
     mx.async_eval(values, lengths)
     packed = gpu_entropy.pack(
-        mx.concatenate(values),
+        stacked(values),
         mx.concatenate(lengths),
         mx.array(skipped.astype(np.uint32)),
         mx.array(np.array([coder.most_left_out(0) for coder in coders], np.float32)),
@@ -276,25 +273,35 @@ def encode(groups: Sequence[GroupRows], blocks: Sequence[BlockSpan]) -> list[lis
 
 
 def _alike(coders: Sequence[GroupCoder]) -> list[slice]:
-    """Return runs of groups of the same streams and quality."""
-    ends = accumulate(len(list(run)) for _, run in groupby(coders, lambda coder: (coder.streams, coder.quality)))
+    """Return runs of groups of the same streams, rotations and quality."""
+
+    def kind(coder: GroupCoder) -> tuple[object, ...]:
+        return coder.streams, coder.dtype, coder.quality, [layer.rotation for layer in coder.group.layers]
+
+    ends = accumulate(len(list(run)) for _, run in groupby(coders, kind))
     return [slice(first, last) for first, last in pairwise([0, *ends])]
 
 
-def _measured(coder: GroupCoder, streams: Sequence[mx.array], runs: tuple[tuple[int, int], ...]) -> mx.array:
-    """Return rows in the metric, in steps, float16 (channels, tokens): not finite where they are too far off."""
-    on_gpu, of, dialect = coder.group.on_gpu, _operands(coder), gpu_entropy.dialect()
-    centred: list[list[mx.array]] = [[] for _ in of.factors]
-    for i, stream in enumerate(streams):
+def _measured(groups: Sequence[GroupRows], runs: tuple[tuple[int, int], ...]) -> mx.array:
+    """Return rows of groups that are alike in the metric, in steps, float16 (groups, channels, tokens): not finite where they
+    are too far off. A launch takes all groups.
+    """
+    coder, tokens, dialect = groups[0].coder, groups[0].streams[0].shape[1], gpu_entropy.dialect()
+    of, on_gpu = _operands(coder), [group.coder.group.on_gpu for group in groups]
+    mean, scale = (stacked(arrays)[:, 0] for arrays in zip(*((of.mean, of.scale) for of in on_gpu), strict=True))
+    centred: list[list[mx.array]] = [[] for _ in of.inverses]
+    for i, (heads, width) in enumerate(coder.streams):
         form, phases = _form(coder, i, runs, decoding=False)
-        bits = stream.view(mx.uint32 if coder.dtype == "float32" else mx.uint16)
-        shifted = kernels.centre(dialect, form, [bits, on_gpu.mean, on_gpu.scale, *phases, of.places[i]])
-        centred[of.runs[i]].append(shifted.view(mx.float16))
+        rows = gather([group.streams[i][None] for group in groups], 0, tokens)
+        bits = rows.view(mx.uint32 if coder.dtype == "float32" else mx.uint16)
+        shifted = kernels.centre(dialect, form, [bits, mean, scale, *phases, of.places[i]])
+        centred[of.runs[i]].append(shifted.view(mx.float16).reshape(len(groups), heads, tokens, width))
     measured = []
-    for factor, parts in zip(of.factors, centred, strict=True):
-        rows = parts[0] if len(parts) == 1 else mx.concatenate(parts)
-        measured.append((factor @ mx.swapaxes(rows, 1, 2)).reshape(-1, rows.shape[1]))
-    return measured[0] if len(measured) == 1 else mx.concatenate(measured)
+    for run, parts in enumerate(centred):
+        rows = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=1)
+        factors = stacked([of.factors[run] for of in on_gpu])
+        measured.append((mx.swapaxes(factors, 2, 3) @ mx.swapaxes(rows, 2, 3)).reshape(len(groups), -1, tokens))
+    return measured[0] if len(measured) == 1 else mx.concatenate(measured, axis=1)
 
 
 def _offsets(
@@ -315,7 +322,7 @@ def _offsets(
     for groups, measured in joined:
         several = coders[groups]
         vectors = [_operands(coder).vectors for coder in several]
-        coded = mx.stack([of.T @ sums[: len(of)] for of, sums in zip(vectors, decoded[groups], strict=True)])
+        coded = stacked([of.T @ sums[: len(of)] for of, sums in zip(vectors, decoded[groups], strict=True)])
         sums = kernels.sums(dialect, measured.view(mx.uint16), fine[groups], edges)
         missing = sums - coded.astype(mx.float32) * _PART
         offsets.append(_quantised(several, missing / mx.maximum(seen[groups], OFFSET_ROWS)[:, None]))
@@ -326,13 +333,13 @@ def _quantised(coders: Sequence[GroupCoder], missing: mx.array) -> tuple[mx.arra
     """Return what is missing in the metric of groups of the same streams, float32 (groups, channels, blocks), as offsets and
     their steps."""
     groups, _, blocks = missing.shape
-    scale = mx.stack([coder.group.on_gpu.scale for coder in coders]) * _factor(coders[0])
+    scale = stacked([coder.group.on_gpu.scale for coder in coders])[:, 0] * _factor(coders[0])
     numbers, steps, at = [], [], 0
     for run, first in enumerate(coders[0].group.on_gpu.inverses):
         heads, width, _ = first.shape
         channels = slice(at, at + heads * width)
         at = channels.stop
-        inverses = mx.stack([coder.group.on_gpu.inverses[run] for coder in coders])
+        inverses = stacked([coder.group.on_gpu.inverses[run] for coder in coders])
         back = mx.swapaxes(inverses, 2, 3) @ missing[:, channels].astype(mx.float16).reshape(
             groups, heads, width, blocks
         )
@@ -533,8 +540,7 @@ def _operands(coder: GroupCoder) -> _Operands:
                 runs.append(run)
                 places.append(mx.array(np.array([channel, head, head - before], np.uint32)))
                 channel, head = channel + heads * width, head + heads
-        turned = [mx.swapaxes(factor, 1, 2) for factor in on_gpu.factors]
-        operands = _Operands(on_gpu.vectors[:count], by_head, turned, on_gpu.inverses, places, runs)
+        operands = _Operands(on_gpu.vectors[:count], by_head, on_gpu.inverses, places, runs)
         mx.eval(operands[:-1])  # MLX evaluates an array only on the thread that made it, and these are for all
         _all_operands[coder] = operands
     return _all_operands[coder]

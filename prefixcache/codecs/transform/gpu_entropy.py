@@ -72,9 +72,9 @@ def right() -> bool:
     words = np.concatenate(parts)
     counts = entropy.words_of(expected)
     several = Classes.of([classes])
-    lying = mx.array(np.ascontiguousarray(values.T).astype(np.float16))[None]
+    lying = mx.array(np.ascontiguousarray(values.T).astype(np.float16))
     packed = pack(
-        several.padded(lying), mx.array((values**2).sum(axis=1))[None], *_no_limits(len(values)), several, tables
+        several.padded(lying)[None], mx.array((values**2).sum(axis=1))[None], *_no_limits(len(values)), several, tables
     )
     first = mx.array((np.cumsum(counts) - counts).astype(np.uint32))[None]
     back, wrong = unpack(mx.array(expected)[None], mx.array(words), first, several, tables)
@@ -136,9 +136,9 @@ class Classes(NamedTuple):
         return self.numbers.shape[1]
 
     def padded(self, values: mx.array) -> mx.array:
-        """Return values (groups, components, rows) of as many components as there are classes at most."""
-        behind = self.most - values.shape[1]
-        return mx.pad(values, [(0, 0), (0, behind), (0, 0)]) if behind else values
+        """Return values (components, rows) of a group, of as many components as there are classes at most."""
+        behind = self.most - len(values)
+        return mx.pad(values, [(0, behind), (0, 0)]) if behind else values
 
 
 @lru_cache(maxsize=16)
