@@ -7,6 +7,7 @@ nothing here knows rows or codes. The only module where arrays cross: called by 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -65,6 +66,7 @@ def element(dtype: str) -> Element:
         ) from None
 
 
+@cache
 def name_of(dtype: mx.Dtype) -> str:
     """Return MLX's own name of a dtype without its module: "float16"."""
     return str(dtype).rpartition(".")[2]
@@ -88,13 +90,6 @@ def borrow(array: mx.array) -> Array:
         view = np.asarray(array.view(mx.uint16))
     view.flags.writeable = False
     return view
-
-
-def copy_out(array: mx.array) -> Array:
-    """Evaluate `array` and return a contiguous NumPy copy of it, owned by the caller."""
-    copy = np.empty(array.shape, element(name_of(array.dtype)).numpy)
-    copy_into(array, [copy.reshape(-1)])
-    return copy
 
 
 def copy_into(array: mx.array | Array, targets: Sequence[Array], address: mx.array | None = None) -> None:
@@ -144,6 +139,31 @@ def located(copies: Sequence[CopyOut]) -> list[CopyOut]:
 
 def _by_engine(copy: CopyOut) -> bool:
     return pinned.takes(copy.array.nbytes, copy.targets)
+
+
+class CopiesUnderWay(NamedTuple):
+    """Contiguous NumPy arrays, owned by the caller, that have what MLX's arrays have once `wait` was called."""
+
+    arrays: list[Array]
+    copies: Sequence[CopyOut]
+
+    def wait(self) -> list[Array]:
+        for copy in self.copies:
+            copy.run()
+        return self.arrays
+
+
+def begin_copies(arrays: Sequence[mx.array]) -> CopiesUnderWay:
+    """Launch `arrays`, and what copies them to the host. To wait for them is to wait for nothing that is launched later."""
+    mx.async_eval(arrays)
+    copies = [np.empty(array.shape, element(name_of(array.dtype)).numpy) for array in arrays]
+    pairs = zip(arrays, copies, strict=True)
+    return CopiesUnderWay(copies, located([CopyOut(array, [copy.reshape(-1)]) for array, copy in pairs]))
+
+
+def copy_out(array: mx.array) -> Array:
+    """Evaluate `array` and return a contiguous NumPy copy of it, owned by the caller."""
+    return begin_copies([array]).wait()[0]
 
 
 def bring_in(array: Array, dtype: str) -> mx.array:

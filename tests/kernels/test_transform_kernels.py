@@ -99,7 +99,7 @@ def test_rows_are_packed_and_unpacked_as_numpy_does(tables, classes, monkeypatch
     exact = lengths < 6e6  # squares of longer ones round to more than the limit
     assert np.array_equal(np.array(found.fine[0])[exact], fine[exact])
     words = np.concatenate(parts)
-    assert np.array_equal(np.array(gpu_entropy.gathered(found)), words)
+    assert np.array_equal(np.array(gpu_entropy.gathered(found, len(words))), words)
 
     counts = np.where(entropy.gain_of(heads) == entropy.AS_IT_IS, 0, entropy.words_of(heads))
     back, wrong = unpacked(heads, words, np.cumsum(counts) - counts, classes, tables)
@@ -123,7 +123,7 @@ def test_groups_of_more_and_of_fewer_components_are_coded_at_once(tables, classe
     heads = np.stack([of_group for of_group, _ in expected])
     assert np.array_equal(np.array(found.heads), heads)
     words = np.concatenate([word for _, parts in expected for word in parts])
-    assert np.array_equal(np.array(gpu_entropy.gathered(found)), words)
+    assert np.array_equal(np.array(gpu_entropy.gathered(found, len(words))), words)
     counts = entropy.words_of(heads)
     first = (np.cumsum(counts).reshape(counts.shape) - counts).astype(np.uint32)
     back, wrong = gpu_entropy.unpack(mx.array(heads), mx.array(words), mx.array(first), several, tables)
@@ -144,7 +144,7 @@ def test_a_row_that_takes_too_many_words_is_kept_as_it_is(tables):
     expected, parts = entropy.pack(quantised(values), classes, tables)
     assert expected[0] == expected[2] == 0xFFFF
     assert np.array_equal(np.array(found.heads[0]), expected)
-    assert np.array_equal(np.array(gpu_entropy.gathered(found)), parts[1])
+    assert np.array_equal(np.array(gpu_entropy.gathered(found, len(parts[1]))), parts[1])
     assert not np.array(found.decoded)[0][:, [0, 2]].any()
 
 

@@ -19,7 +19,7 @@ import mlx.core as mx
 import numpy as np
 
 from prefixcache.codecs.gather import gather, stacked
-from prefixcache.codecs.interchange import Array, as_float32, borrow, bring_in, copy_out, element
+from prefixcache.codecs.interchange import Array, as_float32, begin_copies, bring_in, copy_out, element
 from prefixcache.codecs.threads import share_out
 from prefixcache.codecs.transform import gpu_entropy
 from prefixcache.codecs.transform.basis import MARGIN, QUALITIES, LayerGroup
@@ -239,36 +239,33 @@ def encode(groups: Sequence[GroupRows], blocks: Sequence[BlockSpan]) -> list[lis
         classes,
         coders[0].tables,
     )
-    mx.async_eval(packed)
+    coded = begin_copies([packed.heads, packed.ends])
     offsets = _offsets(coders, joined, packed, runs)
-    mx.eval(packed.heads, packed.ends, packed.scratch, offsets)
-    words = gpu_entropy.gathered(packed)
-    mx.async_eval(words)
-    heads, ends = copy_out(packed.heads), copy_out(packed.ends).astype(np.int64)
-    offsets_of_groups = [
-        of_group for run in offsets for of_group in zip(*(copy_out(part) for part in run), strict=True)
-    ]
-    all_words = borrow(words)
+    mx.async_eval(offsets)
+    heads, ends = coded.wait()  # while the GPU finds the offsets
+    rest = begin_copies([gpu_entropy.gathered(packed, int(ends[-1, -1])), *(part for run in offsets for part in run)])
+    as_they_are = gain_of(heads) == AS_IT_IS
+    if as_they_are.any():
+        rest.wait()  # their words are joined with these rows' bits
+    words, *beside = rest.arrays
+    numbers, steps = ([of_group for of_run in part for of_group in of_run] for part in (beside[::2], beside[1::2]))
     edges = _edges(runs)
-    encoded = []
+    ends_of_blocks = ends[:, np.array(edges[1:]) - 1].tolist()
+    encoded, word = [], 0
     for g, (_, streams, settled) in enumerate(groups):
-        kept = np.flatnonzero(heads[g] == 0xFFFF)
-        as_they_are = _bits(streams, kept)
-        word = int(ends[g - 1, -1]) if g else 0
+        kept = np.flatnonzero(as_they_are[g])
+        bits = _bits(streams, kept)
         of_group = []
-        for number, known in enumerate(settled):
+        for number, (known, end) in enumerate(zip(settled, ends_of_blocks[g], strict=True)):
             rows = slice(edges[number], edges[number + 1])
-            end = int(ends[g, rows.stop - 1])
-            own_words, word = all_words[word:end], end
+            own_words, word = words[word:end], end
             if len(kept):
-                whole_rows = as_they_are[np.searchsorted(kept, rows.start) : np.searchsorted(kept, rows.stop)]
+                whole_rows = bits[np.searchsorted(kept, rows.start) : np.searchsorted(kept, rows.stop)]
                 own_words = _with_rows(heads[g, rows], own_words, whole_rows)
-            if known is None:
-                numbers, steps = (part[:, number] for part in offsets_of_groups[g])
-            else:
-                numbers, steps = known.offsets, known.offset_steps
-            of_group.append(Codes(heads[g, rows], own_words, numbers, steps))
+            of_block = (numbers[g][:, number], steps[g][:, number]) if known is None else known[2:]
+            of_group.append(Codes(heads[g, rows], own_words, *of_block))
         encoded.append(of_group)
+    rest.wait()
     return encoded
 
 
