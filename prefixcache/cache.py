@@ -40,17 +40,22 @@ from prefixcache.open_cache import open_cache
 from prefixcache.ranks.agreement import Ranks
 from prefixcache.settings import Settings
 from prefixcache.store_fetch_remove.agreed import depths_of_all, taken_by_all
-from prefixcache.store_fetch_remove.fetch import FetchedPrompt, Fetches, discard_hit, fill_read_ahead
+from prefixcache.store_fetch_remove.fetch import FetchedPrompt, Fetches, decline_slow, discard_hit, fill_read_ahead
 from prefixcache.store_fetch_remove.hot import forget_deleted, keep_hot
 from prefixcache.store_fetch_remove.leases import Leased
 from prefixcache.store_fetch_remove.live_stores import LiveStores
 from prefixcache.store_fetch_remove.numbers import check_leave, number, seconds
 from prefixcache.store_fetch_remove.pins import Pinned
-from prefixcache.store_fetch_remove.pruning import Deleted, clear_namespaces, prune_namespaces, prune_tier, roots_meant
+from prefixcache.store_fetch_remove.pruning import (
+    Deleted,
+    clear_namespaces,
+    end_session,
+    prune_namespaces,
+    prune_tier,
+    roots_meant,
+)
 from prefixcache.store_fetch_remove.remove import remove, remove_following
 from prefixcache.store_fetch_remove.selection import Selection
-from prefixcache.store_fetch_remove.sessions import end_session
-from prefixcache.store_fetch_remove.slow_hits import decline_slow
 from prefixcache.store_fetch_remove.store import StoreCall, Stored
 from prefixcache.tiers.parting import Parting, branch_point_of, parting_of
 from prefixcache.tiers.promotion import last_of

@@ -77,6 +77,15 @@ class Leaf(NamedTuple):
     state: dict[str, Any] = {}
     codes: LiveCodes | None = None
 
+    def rows(self, stream: str, first: int, last: int) -> mx.array:
+        """Return the rows (heads, tokens, width) of tokens `first` to `last` (not included)."""
+        return taken(self.arrays[stream], self.where(first, last))[0]
+
+
+def taken(array: mx.array, rows: slice | np.ndarray) -> mx.array:
+    """Return physical rows of an array (1, heads, physical rows, width)."""
+    return array[:, :, rows if isinstance(rows, slice) else mx.array(rows)]
+
 
 class Adapter:
     """How one kind of layer cache is read and made. `at` in errors names the layer."""

@@ -21,8 +21,7 @@ from prefixcache.codecs.interchange import CopyOut, borrow, on_cpu
 from prefixcache.codecs.levels import Levels, neutral
 from prefixcache.codecs.turboquant.coding import run_at, spans_of
 from prefixcache.codecs.turboquant.measure_levels import measure_levels
-from prefixcache.layers import levels
-from prefixcache.layers.adapters import Leaf, LiveCodes, arrays_in
+from prefixcache.layers.adapters import Leaf, LiveCodes, arrays_in, taken
 from prefixcache.layers.image_layout import Group, Member, Section, Tensors
 from prefixcache.layers.live_codes import same
 from prefixcache.layers.transformed import merged
@@ -127,8 +126,8 @@ class Way(ABC):
             return [None] * len(targets)
         fresh = [target for target in targets if not target.settled]
         for target, measured in zip(fresh, self._fresh_levels(group, fresh), strict=True):
-            levels.write(group, target.tensors, measured.packed())
-        return [levels.read(group, target.tensors) for target in targets]
+            group.write_levels(target.tensors, measured.packed())
+        return [group.levels(target.tensors) for target in targets]
 
     def _fresh_levels(self, group: Group, targets: Sequence[RowTarget]) -> list[Levels]:
         """Return the levels that live codes have, and measure those of all other rows."""
@@ -155,7 +154,7 @@ def _copy_codes(
     """Copy one live cache's codes as they are; those made with other levels than their target's are made anew."""
     planes = codes.planes(member.stream)
     for target, of_group in zip(targets, wanted, strict=True):
-        of_target = levels.of_member(of_group, member)
+        of_target = member.levels_of(of_group)
         for first, last, of_layer in spans_of(codes.runs, 0, target.first, target.last):
             stretch = [plane[first:last] for plane in planes]
             of_codes = getattr(of_layer, member.stream)
@@ -186,7 +185,7 @@ class Host(Way):
             for target, into, of_group in zip(targets, places, wanted, strict=True):
                 planes = tuple(target.tensors[name][into, heads] for name in names)
                 lying = rows[:, where(target.first, target.last)].swapaxes(0, 1)
-                batch.append(Encoding(lying, planes, levels.of_member(of_group, member)))
+                batch.append(Encoding(lying, planes, member.levels_of(of_group)))
         group.codec.encode_all(batch)
         if self._back is None or isinstance(group.codec, RawRows):
             return
@@ -224,7 +223,7 @@ class Gpu(Way):
                 alike = [some[i] for i in numbers]
                 if settled:
                     self._copy_now()
-                known = [levels.read(group, target.tensors) for target in alike] if settled else None
+                known = [group.levels(target.tensors) for target in alike] if settled else None
                 self._launch(known, group, group.members, alike)
 
     def _copy_now(self) -> None:
@@ -291,10 +290,8 @@ class Gpu(Way):
         of_members = []
         for member in members:
             leaf = self._leaves[member.leaf]
-            array, pieces = leaf.arrays[member.stream], []
-            for first, last in runs:
-                where = leaf.where(first, last)
-                pieces.append(array[:, :, where if isinstance(where, slice) else mx.array(where)])
+            array = leaf.arrays[member.stream]
+            pieces = [taken(array, leaf.where(first, last)) for first, last in runs]
             of_members.append(pieces[0] if len(pieces) == 1 else mx.concatenate(pieces, axis=2))
         return mx.concatenate(of_members, axis=1)[0]
 

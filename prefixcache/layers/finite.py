@@ -15,7 +15,7 @@ import numpy as np
 
 from prefixcache.codecs.interchange import ELEMENTS, Array, borrow, name_of, on_cpu
 from prefixcache.codecs.threads import WORTH_A_THREAD, share_out
-from prefixcache.layers.adapters import Leaf, arrays_in
+from prefixcache.layers.adapters import Leaf, arrays_in, taken
 from prefixcache.layers.image_layout import Section, Tensors
 
 AT_ONCE = 1024  # tokens that a thread looks at
@@ -49,7 +49,7 @@ class LeafRows(NamedTuple):
     where: slice | np.ndarray
 
     def taken(self) -> mx.array:
-        return self.buffer[:, :, self.where if isinstance(self.where, slice) else mx.array(self.where)]
+        return taken(self.buffer, self.where)
 
 
 def is_finite(values: Array, dtype: str) -> bool:

@@ -20,6 +20,7 @@ from prefixcache.blocks.masks import extra_of, mask_of
 from prefixcache.blocks.node import Window
 from prefixcache.codecs import Codec, Raw, RawRows, RowCodec, Stream
 from prefixcache.codecs.interchange import element
+from prefixcache.codecs.levels import Levels, PackedLevels
 from prefixcache.codecs.transform.codec import Calibrated
 from prefixcache.codecs.transform.coding import GroupCoder
 from prefixcache.image_format import DTYPES, Image, Spec
@@ -143,6 +144,10 @@ class Member(NamedTuple):
         """Of the group's heads."""
         return slice(self.head, self.head + self.heads)
 
+    def levels_of(self, group: Levels | None) -> Levels | None:
+        """Return its own levels among those of all of the group's heads."""
+        return group.of(self.head, self.heads) if group is not None else None
+
 
 class Group(NamedTuple):
     """Streams that share a tensor per plane of their codec; `names[i]` is plane i's tensor. Where the codec levels rows,
@@ -160,6 +165,22 @@ class Group(NamedTuple):
     def level_names(self) -> tuple[str, ...]:
         """The tensors of its levels."""
         return tuple(name for name in (self.mean, self.steps) if name)
+
+    def levels(self, tensors: Tensors, member: Member | None = None) -> Levels | None:
+        """Return the levels of all heads, or of one member's, that an image has; None where the codec levels no rows."""
+        packed = self.packed_levels(tensors, member.in_group if member is not None else slice(None))
+        return Levels.unpacked(packed) if packed is not None else None
+
+    def packed_levels(self, tensors: Tensors, heads: slice) -> PackedLevels | None:
+        """Return those of some heads in the image's own numbers."""
+        if not self.steps:
+            return None
+        return PackedLevels(tensors[self.mean][heads] if self.mean else None, tensors[self.steps][heads])
+
+    def write_levels(self, tensors: Tensors, packed: PackedLevels) -> None:
+        if self.mean:
+            tensors[self.mean][...] = packed.mean
+        tensors[self.steps][...] = packed.steps
 
     def specs(self, tokens: int) -> Iterator[Spec]:
         for name, plane in zip(self.names, self.codec.planes, strict=True):

@@ -20,7 +20,6 @@ from prefixcache.codecs.pieces import Piece
 from prefixcache.codecs.turboquant.codec import is_latent
 from prefixcache.codecs.turboquant.coding import Choice, LayerRows, Run, spans_of
 from prefixcache.codecs.turboquant.live import LevelStack, decode
-from prefixcache.layers import levels
 from prefixcache.layers.adapters import PARTS, PLAIN_CACHE, CacheError, Leaf
 from prefixcache.layers.image_layout import Plan
 
@@ -123,7 +122,7 @@ def differing(plan: Plan, leaves: Sequence[Leaf], first: int, last: int, wanted:
         for member in group.members if of_group is not None else ():
             codes = leaves[member.leaf].codes
             if codes is not None:
-                of_member = levels.of_member(of_group, member)
+                of_member = member.levels_of(of_group)
                 apart = [
                     high - low
                     for low, high, of_layer in spans_of(codes.runs, 0, first, last)

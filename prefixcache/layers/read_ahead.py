@@ -14,9 +14,8 @@ from prefixcache.codecs.interchange import element, on_cpu, writable
 from prefixcache.image_format import Image
 from prefixcache.layers.adapters import adapter_of
 from prefixcache.layers.classes import find_class
-from prefixcache.layers.decoded_beginning import DecodedBeginning, RowsBehind
 from prefixcache.layers.image_layout import Plan
-from prefixcache.layers.stored_rows import Block, StoredRows
+from prefixcache.layers.stored_rows import Block, DecodedBeginning, StoredRows
 
 
 class ReadAhead:
@@ -39,7 +38,7 @@ class ReadAhead:
                 array, rows = writable((1, member.heads, max(capacity, tokens), codec.width), codec.dtype)
                 self._arrays[leaf, stream], self._rows[leaf, stream] = array, rows[0]
         if beginning is not None:
-            self._fill(RowsBehind(plan, tokens, (), beginning))
+            self._fill(StoredRows(plan, tokens, (), beginning=beginning))
 
     @staticmethod
     def serves(plan: Plan) -> bool:

@@ -12,7 +12,6 @@ import numpy as np
 from prefixcache.blocks.masks import RowPairs
 from prefixcache.codecs.base import Decoding, Encoding
 from prefixcache.codecs.turboquant.measure_levels import measure_levels
-from prefixcache.layers import levels
 from prefixcache.layers.image_layout import Group, Section, Tensors
 from prefixcache.layers.transformed import codes_of, decoded
 
@@ -75,7 +74,7 @@ class DecodeRows(NamedTuple):
         for group in self.section.groups:
             for member in group.members:
                 tail, heads = places[member.leaf, member.stream]
-                of_member, batch = levels.read(group, self.source, member), []
+                of_member, batch = group.levels(self.source, member), []
                 for into, out in self.pairs:
                     planes = tuple(self.source[name][out, member.in_group] for name in group.names)
                     rows = self.tensors[tail.names[0]][into, heads].swapaxes(0, 1)
@@ -105,7 +104,7 @@ class EncodeRows(NamedTuple):
             if group.steps:
                 parts = [of_group[rows] for rows in self.measured]
                 measured = measure_levels(np.concatenate(parts), group.codec.centred)
-                levels.write(group, self.tensors, measured.packed())
+                group.write_levels(self.tensors, measured.packed())
             planes = tuple(self.tensors[name] for name in group.names)
             group.codec.encode_all([Encoding(of_group, planes, measured)])
 

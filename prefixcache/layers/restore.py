@@ -10,7 +10,7 @@ import mlx.core as mx
 from prefixcache.codecs.pieces import Piece, decode
 from prefixcache.codecs.turboquant.coding import Choice, LayerLevels, Run
 from prefixcache.image_format import Image
-from prefixcache.layers import levels, live_codes
+from prefixcache.layers import live_codes
 from prefixcache.layers.adapters import PARTS, Layout, adapter_of, blank
 from prefixcache.layers.classes import find_class
 from prefixcache.layers.stacks import RowRun
@@ -110,7 +110,7 @@ class Restorer:
         for run in runs:
             if run.coded:
                 places = (self._plan.places[leaf][part] for part in PARTS)
-                both = LayerLevels(*(levels.read(self._plan.rows.groups[g], run.tensors, of) for g, of in places))
+                both = LayerLevels(*(self._plan.rows.groups[g].levels(run.tensors, of) for g, of in places))
                 if not levelled or not all(map(live_codes.same, levelled[-1].levels, both)):
                     levelled.append(Run(run.at, both))
         return levelled

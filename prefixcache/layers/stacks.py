@@ -15,7 +15,6 @@ import mlx.core as mx
 from prefixcache.codecs.interchange import bring_in_stacked, element
 from prefixcache.codecs.levels import LazyLevels
 from prefixcache.codecs.pieces import Piece
-from prefixcache.layers import levels
 from prefixcache.layers.image_layout import Group, Member, Place, Section, Tensors
 
 AT_ONCE = 128 << 20  # coded bytes on the GPU
@@ -109,7 +108,7 @@ class Stack:
 
     def _levels(self, heads: slice) -> LazyLevels | None:
         group = self._group
-        of_runs = [levels.packed(group, run.tensors, heads) for run in self._runs]
+        of_runs = [group.packed_levels(run.tensors, heads) for run in self._runs]
         return LazyLevels.brought_in([of_run for of_run in of_runs if of_run is not None]) if group.steps else None
 
 

@@ -14,11 +14,10 @@ import mlx.core as mx
 from prefixcache.blocks.masks import mask_of
 from prefixcache.image_format import Image
 from prefixcache.layers.adapters import Layout
-from prefixcache.layers.decoded_beginning import DecodedBeginning, RowsBehind
 from prefixcache.layers.image_layout import Plan, live_arrays
 from prefixcache.layers.read_ahead import ReadAhead
 from prefixcache.layers.restore import Restorer
-from prefixcache.layers.stored_rows import Block, StoredRows
+from prefixcache.layers.stored_rows import Block, DecodedBeginning, StoredRows
 
 
 class StoredPrompt:
@@ -70,10 +69,7 @@ class StoredPrompt:
         What is decoded already is taken from `read_ahead`, which is of these tokens and has its `beginning`, or copied from a
         `beginning`. DamagedBlock for a file that somebody forged: a `fetch` deletes it.
         """
-        if beginning is None:
-            rows = StoredRows(self.plan, self.tokens, self.blocks)
-        else:
-            rows = RowsBehind(self.plan, self.tokens, self.blocks, beginning)
+        rows = StoredRows(self.plan, self.tokens, self.blocks, beginning=beginning)
         decoded = read_ahead.take(rows) if read_ahead is not None else None
         return _evaluated(Restorer(rows, self.snapshot, room, decoded=decoded).layers(range(len(self.plan.layers))))
 

@@ -16,7 +16,6 @@ from prefixcache.codecs.interchange import on_cpu
 from prefixcache.codecs.pieces import Piece
 from prefixcache.image_format import Image
 from prefixcache.keys import BLOCK
-from prefixcache.layers import levels
 from prefixcache.layers.image_layout import Place, Plan, Section, Tensors
 from prefixcache.layers.stacks import RowRun, Stacks
 from prefixcache.layers.transformed import CodedBlocks, DecodedGroup, codes_of, decode_joined
@@ -52,6 +51,15 @@ class Block:
         return self.rows.tensors()
 
 
+class DecodedBeginning(NamedTuple):
+    """The decoded rows of a prompt's first `tokens` tokens, which are whole blocks, in layers that keep every token: a piece
+    of each leaf and stream. A hot prompt has them.
+    """
+
+    tokens: int
+    pieces: dict[tuple[int, str], Piece]
+
+
 class WindowRuns(NamedTuple):
     """The runs that a window's rows are in: of unfinished blocks, and of whole ones; of those the ones that stand as they are
     beside their codes, there, and all others.
@@ -64,13 +72,22 @@ class WindowRuns(NamedTuple):
 
 
 class StoredRows:
-    """The rows of the first `tokens` tokens of a prompt in the images of its blocks. For one call, on its thread.
+    """The rows of the first `tokens` tokens of a prompt: those of its `beginning`, and behind it those in the images of its
+    blocks. For one call, on its thread.
 
     `layers` are those whose rows are asked for, in the model's order, all of them by default.
     """
 
-    def __init__(self, plan: Plan, tokens: int, blocks: Sequence[Block], layers: Collection[int] | None = None):
-        self.plan, self.tokens, self.blocks = plan, tokens, blocks
+    def __init__(
+        self,
+        plan: Plan,
+        tokens: int,
+        blocks: Sequence[Block],
+        layers: Collection[int] | None = None,
+        beginning: DecodedBeginning | None = None,
+    ):
+        self.plan, self.tokens, self._beginning = plan, tokens, beginning
+        self.blocks = [block for block in blocks if beginning is None or block.start >= beginning.tokens]
         self._leading: dict[tuple[int, int], list[RowRun]] = {}
         self._layers = layers
         self._joined: dict[int | None, JoinedRows] = {}  # by window
@@ -84,7 +101,10 @@ class StoredRows:
     def pieces(self, leaf: int, stream: str) -> list[Piece]:
         """Return all rows of one stream, still coded. Call `check` once all are decoded. DamagedBlock as `decode_joined`."""
         window = self.plan.window_of(leaf)
-        return self._of_all_tokens(leaf, stream) if window is None else self._of_window(leaf, stream, window)
+        if window is not None:
+            return self._of_window(leaf, stream, window)
+        beginning = [self._beginning.pieces[leaf, stream]] if self._beginning is not None else []
+        return beginning + self._of_all_tokens(leaf, stream)
 
     def leading(self, first: int, last: int) -> list[RowRun]:
         """Return the runs of tokens `first` to `last` (not included), of tensors whose rows begin with their block's
@@ -240,5 +260,5 @@ def pieces_of(section: Section, place: Place, runs: Iterable[RowRun]) -> list[Pi
     pieces = []
     for run in runs:
         planes = tuple(run.tensors[name][run.first : run.first + run.rows, member.in_group] for name in group.names)
-        pieces.append(Piece(group.codec, planes, run.at, levels.packed(group, run.tensors, member.in_group)))
+        pieces.append(Piece(group.codec, planes, run.at, group.packed_levels(run.tensors, member.in_group)))
     return pieces

@@ -15,7 +15,6 @@ import numpy as np
 
 from prefixcache.blocks.masks import mask_of, runs_of
 from prefixcache.codecs.turboquant.coding import spans_of
-from prefixcache.layers import levels
 from prefixcache.layers.adapters import Leaf, LiveCodes
 from prefixcache.layers.image_layout import Group, Joined, Member, Plan, Tensors
 from prefixcache.layers.live_codes import same
@@ -96,7 +95,8 @@ def _compared_joined(
         (rows,) = decoded.stretches
         for number, (leaf, stream) in enumerate(joined.streams):
             stored = rows.rows(number, joined.coder.dtype)[:, before:]
-            yield Compared(run.first, _alike(_live(leaves[leaf], stream, start, run), stored))
+            live = leaves[leaf].rows(stream, start + run.first, start + run.last)
+            yield Compared(run.first, _alike(live, stored))
 
 
 def _compared_windows(
@@ -116,13 +116,8 @@ def _compared(group: Group, member: Member, leaf: Leaf, start: int, tensors: Ten
     if leaf.codes is not None:
         return Compared(run.first, _same_codes(group, member, leaf.codes, start, tensors, run))
     stored = decoded_rows(group, member, rows, tensors)
-    return Compared(run.first, _alike(_live(leaf, member.stream, start, run), stored))
-
-
-def _live(leaf: Leaf, stream: str, start: int, run: TokenRun) -> mx.array:
-    """Return live rows (heads, tokens, width)."""
-    where = leaf.where(start + run.first, start + run.last)
-    return leaf.arrays[stream][0][:, where if isinstance(where, slice) else mx.array(where)]
+    live = leaf.rows(member.stream, start + run.first, start + run.last)
+    return Compared(run.first, _alike(live, stored))
 
 
 def _alike(live: mx.array, stored: mx.array) -> mx.array:
@@ -133,7 +128,7 @@ def _same_codes(
     group: Group, member: Member, codes: LiveCodes, start: int, tensors: Tensors, run: TokenRun
 ) -> mx.array:
     """Tell, of a live cache that has codes itself, whether these are the stored ones, of the same levels."""
-    first, last, of_image = start + run.first, start + run.last, levels.read(group, tensors, member)
+    first, last, of_image = start + run.first, start + run.last, group.levels(tensors, member)
     alike = np.ones(last - first, bool)
     for name, plane in zip(group.names, codes.planes(member.stream), strict=True):
         stored = tensors[name][run.at : run.at + last - first, member.in_group]

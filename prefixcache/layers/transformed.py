@@ -75,14 +75,8 @@ class RowsToCode(NamedTuple):
         if on_cpu():
             rows = borrow(leaf.arrays[stream])[0][:, leaf.where(self.first, self.last)]
         else:
-            rows = copy_out(_live(leaf, stream, self.first, self.last))
+            rows = copy_out(leaf.rows(stream, self.first, self.last))
         return rows.swapaxes(0, 1)
-
-
-def _live(leaf: Leaf, stream: str, first: int, last: int) -> mx.array:
-    """Return rows (heads, tokens, width)."""
-    where = leaf.where(first, last)
-    return leaf.arrays[stream][0][:, where if isinstance(where, slice) else mx.array(where)]
 
 
 def encode_joined(plan: Plan, leaves: Sequence[Leaf], blocks: Sequence[BlockRows]) -> list[list[Codes]]:
@@ -172,10 +166,10 @@ def _streams_of(plan: Plan, joined: Joined, leaves: Sequence[Leaf], parts: Seque
     runs = merged([(part.first, part.last) for part in parts]) if in_leaves else []
     streams = []
     for leaf, stream in joined.streams:
-        there = [_live(leaves[leaf], stream, *run) for run in runs]
+        there = [leaves[leaf].rows(stream, *run) for run in runs]
         for part in () if in_leaves else parts:
             if part.tail is None:
-                there.append(_live(leaves[leaf], stream, part.first, part.last))
+                there.append(leaves[leaf].rows(stream, part.first, part.last))
             else:
                 there.append(part.tail.on_device(plan.tail_places[leaf][stream]))
         streams.append(there[0] if len(there) == 1 else mx.concatenate(there, axis=1))

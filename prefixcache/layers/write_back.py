@@ -15,7 +15,6 @@ from prefixcache.codecs.interchange import on_cpu
 from prefixcache.codecs.pieces import Piece, decode
 from prefixcache.image_format import Image
 from prefixcache.keys import BLOCK
-from prefixcache.layers import levels
 from prefixcache.layers.adapters import Leaf
 from prefixcache.layers.image_layout import Group, Member, Plan, Section, Tensors
 from prefixcache.layers.transformed import CodedBlocks, DamagedBlock, codes_of, decode_joined
@@ -25,7 +24,7 @@ from prefixcache.layers.transformed_windows import CodedWindow, coded_window
 def decoded_rows(group: Group, member: Member, rows: slice, tensors: Tensors) -> mx.array:
     """Return these rows of an image's tensors as a fetch would give them, of one stream: (heads, tokens, width)."""
     planes = tuple(tensors[name][rows, member.in_group] for name in group.names)
-    piece = Piece(group.codec, planes, 0, levels.packed(group, tensors, member.in_group))
+    piece = Piece(group.codec, planes, 0, group.packed_levels(tensors, member.in_group))
     return decode([piece], member.heads, piece.tokens, group.codec.width, group.codec.dtype)
 
 

@@ -2,7 +2,7 @@
 learns from its fetches; who computes prompts tells it what that took.
 
 Two ask it: `servers.read_or_compute`, whether a read pays, which needs a guess from the first request on; and
-`store_fetch_remove.slow_hits`, whether to decline a hit, which needs evidence. Nothing here looks at a clock.
+`store_fetch_remove.fetch`, whether to decline a hit, which needs evidence. Nothing here looks at a clock.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import mlx.core as mx
-
+from prefixcache.layers.adapters import taken
 from prefixcache.layers.classes import read_leaf
 from prefixcache.layers.image_layout import is_list
 from prefixcache.upstream import row_count
@@ -28,6 +27,5 @@ def put_back(batched: Any, i: int, single: Any, since: int, end: int) -> None:
             low, high = max(first, since), min(last, end)
             if low < high:
                 where, to = leaf.where(low, high), slice(behind + low, behind + high)
-                at = where if isinstance(where, slice) else mx.array(where)
-                batched.keys[i : i + 1, :, to] = single.keys[:, :, at]
-                batched.values[i : i + 1, :, to] = single.values[:, :, at]
+                batched.keys[i : i + 1, :, to] = taken(single.keys, where)
+                batched.values[i : i + 1, :, to] = taken(single.values, where)

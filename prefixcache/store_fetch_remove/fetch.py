@@ -18,7 +18,7 @@ from prefixcache.layers.stored import StoredPrompt
 from prefixcache.layers.stored_rows import Block, WindowImage
 from prefixcache.layers.transformed import DamagedBlock
 from prefixcache.metrics.rates import MeasuredRates
-from prefixcache.store_fetch_remove.hot import hot_beginning, hot_hit
+from prefixcache.store_fetch_remove.hot import deepest_hot, hot_beginning, hot_blocks, hot_hit
 from prefixcache.store_fetch_remove.namespaces import Namespaces
 from prefixcache.tiers.prompt import Prompt, count_hit, take_hit
 from prefixcache.tiers.state import Namespace
@@ -50,33 +50,6 @@ class FetchedPrompt(NamedTuple):
     codec: str
 
 
-def find(storage: Storage, prompt: Prompt, leave: int) -> PinnedPrompt | None:
-    """Pin what RAM has of a prompt and return it, or None on a miss. The caller unpins the slots."""
-    with storage.lock:
-        hit = take_hit(storage, prompt, leave)
-        if hit is None:
-            return None
-        depth, namespace, walk, pinned = hit
-        blocks = [
-            Block(
-                node.start,
-                node.rows.image,
-                tuple(
-                    WindowImage(slot.image, tuple(mask & mask_of(0, shared) for mask in slot.mask))
-                    for slot, shared in windows_read(node, depth, RAM).items()
-                ),
-            )
-            for node in walk.nodes
-            if node.start < depth and node.rows is not None
-        ]
-        state: Image | None = next((slot.image for slot in pinned if slot.kind == SNAPSHOT), None)
-    try:
-        return PinnedPrompt(StoredPrompt(namespace.plan, depth, blocks, state), namespace, pinned)
-    except BaseException:
-        storage.unpin(pinned)
-        raise
-
-
 class Fetches:
     """What the fetches and lookups of a cache share. The storage's lock guards what was said, and when the index was told."""
 
@@ -93,7 +66,24 @@ class Fetches:
             if unflushed > RECENCY_FLUSH_SLOTS or time.monotonic() > self._last_flush + RECENCY_FLUSH_INTERVAL:
                 self._last_flush = time.monotonic()
                 storage.spilling.flush_recency()
-        return find(storage, prompt, leave)
+            hit = take_hit(storage, prompt, leave)
+            if hit is None:
+                return None
+            depth, namespace, walk, pinned = hit
+            blocks = [
+                Block(
+                    node.start,
+                    node.rows.image,
+                    tuple(
+                        WindowImage(slot.image, tuple(mask & mask_of(0, shared) for mask in slot.mask))
+                        for slot, shared in windows_read(node, depth, RAM).items()
+                    ),
+                )
+                for node in walk.nodes
+                if node.start < depth and node.rows is not None
+            ]
+            state: Image | None = next((slot.image for slot in pinned if slot.kind == SNAPSHOT), None)
+        return PinnedPrompt(StoredPrompt(namespace.plan, depth, blocks, state), namespace, pinned)
 
     def decode(
         self, prompt: Prompt, leave: int, room: int | None, read_ahead: ReadAhead | None
@@ -112,7 +102,7 @@ class Fetches:
                 read_ahead = None
             finally:
                 self._storage.unpin(hit.slots)
-            hit = find(self._storage, prompt, leave)
+            hit = self.find(prompt, leave)
         return None
 
     def _decoded(
@@ -147,6 +137,37 @@ class Fetches:
                 prompt.model,
                 prompt.form.difference(other),
             )
+
+
+def decline_slow(storage: Storage, rates: MeasuredRates, prompt: Prompt, leave: int) -> int:
+    """Return how many tokens a fetch is to leave: `leave`, where the hit is quicker than computing by the rates that were
+    measured here; else all but those that are hot, and what is declined is counted. Decision 0042 says why.
+    """
+    with storage.lock:
+        deepest = prompt.deepest(RAM, leave)
+        if deepest is None or not rates.fetching(prompt.model, deepest.depth):
+            return leave
+        depth = deepest.depth
+        hot = deepest_hot(storage, prompt, leave)[1]
+        if depth <= hot:
+            return leave
+        begins = hot_blocks(storage, prompt, deepest.namespace, depth)
+        decoded = depth - (begins.depth if begins is not None else 0)
+        if not rates.declines(prompt.model, decoded, depth - hot):
+            return leave
+        counters = storage.counters
+        counters.declined_hits += 1
+        counters.declined_hit_tokens += depth - hot
+        is_first = counters.declined_hits == 1
+    if is_first:
+        log.info(
+            "a hit of %d tokens is declined: fetching takes %.3f s, computing what is not hot of it %.3f s (setting "
+            "decline_slow_hits). Said once; prefixcache_declined_hits_total counts",
+            depth,
+            rates.fetching(prompt.model, decoded),
+            rates.computing(prompt.model, depth - hot),
+        )
+    return len(prompt) - hot
 
 
 def fill_read_ahead(
@@ -185,9 +206,7 @@ def discard_damaged(storage: Storage, prompt: Prompt, stored: StoredPrompt, dama
                     log.warning("%s; it is deleted", damage)
                     storage.counters.corrupt += 1
                 for slot in slots:
-                    if storage.remote is not None:
-                        storage.remote.refuse(slot)
-                    storage.discard(slot)
+                    storage.reject(slot)
 
 
 def discard_hit(storage: Storage, prompt: Prompt, depth: int) -> int:
@@ -209,9 +228,7 @@ def _discard(storage: Storage, slots: Iterable[Slot], depth: int) -> int:
     freed = 0
     for slot in list(slots):
         if slot.kind != SNAPSHOT or slot.end <= depth:
-            if storage.remote is not None:
-                storage.remote.refuse(slot)
-            freed += storage.discard(slot)
+            freed += storage.reject(slot)
     return freed
 
 

@@ -19,7 +19,7 @@ from prefixcache.codecs.threads import WORTH_A_THREAD, share_out
 from prefixcache.codecs.transform.coding import Codes
 from prefixcache.image_format import ROWS, SNAPSHOT, WINDOW, Blueprint, HeaderFields, Image, ImageDraft, ImageKind, Spec
 from prefixcache.keys import BLOCK
-from prefixcache.layers import levels, live_codes
+from prefixcache.layers import live_codes
 from prefixcache.layers.adapters import Leaf
 from prefixcache.layers.encode import RowTarget, encode, evaluate
 from prefixcache.layers.finite import NotFinite, first_not_finite, image_not_finite, state_not_finite
@@ -121,7 +121,7 @@ class LiveMaker:
         return self._held[window]
 
     def coded_otherwise(self, first: int, last: int, tensors: Tensors) -> int:
-        wanted = [levels.read(group, tensors) for group in self._plan.rows.groups]
+        wanted = [group.levels(tensors) for group in self._plan.rows.groups]
         return live_codes.differing(self._plan, self._leaves, first, last, wanted)
 
     def blueprint(

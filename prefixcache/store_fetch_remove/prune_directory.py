@@ -27,7 +27,7 @@ from prefixcache.ssd.open_directory import OpenDirectory
 from prefixcache.ssd.quarantine import Item, quarantined
 from prefixcache.ssd.tables import check_rows, read_namespaces, read_places
 from prefixcache.store_fetch_remove.selection import NoSuchNamespace, Selection, selected_namespaces
-from prefixcache.tiers.loading import parent_of, place_entry
+from prefixcache.tiers.tier_in_graph import parent_of, place_entry
 
 _NO_LIMIT = 1 << 60
 _TIER = 1  # of the graph: what the directory has

@@ -1,5 +1,6 @@
-"""Deleting many images of a running cache: of one model, one tenant, one namespace; what was not used since a time; and the
-SSD's least recent until it takes no more than a size. `prune_directory` does it to a directory that nobody has open.
+"""Deleting many images of a running cache: of one model, one tenant, one namespace; what was not used since a time; what is
+a session's alone; and the SSD's least recent until it takes no more than a size. `prune_directory` does it to a directory
+that nobody has open.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 from prefixcache.blocks.node import Slot, rank
+from prefixcache.image_format import ROWS
 from prefixcache.keys import root_key
 from prefixcache.ssd import Address
 from prefixcache.store_fetch_remove.selection import Selection, selected_namespaces
@@ -98,6 +100,32 @@ def prune_tier(
                     images, nbytes = images + 1, nbytes + slot.nbytes
                     lower.delete(slot)
     return Deleted(images, nbytes, held)
+
+
+def end_session(storage: Storage, roots: Collection[bytes], session: str) -> Deleted:
+    """Delete what is a session's alone in these namespaces from every tier: all requests that stored or used it named this
+    session (`tiers.prompt.note_use`). What is pinned or leased stays, and what others depend on.
+    """
+    images = nbytes = held = 0
+    with storage.lock:
+        meant = [
+            slot for slot in storage.graph.slots.values() if slot.session == session and root_of(slot).key in roots
+        ]
+        for slot in sorted(meant, key=lambda slot: rank(slot)[1:]):  # what depends on others first
+            if slot.pins or slot.leases or _is_needed(storage, slot):
+                held += 1
+            else:
+                images, nbytes = images + 1, nbytes + storage.discard(slot)
+    return Deleted(images, nbytes, held)
+
+
+def _is_needed(storage: Storage, slot: Slot) -> bool:
+    """Tell whether an image that stays is of no use without this one."""
+    node = slot.node
+    if slot.kind != ROWS or node.parent is None:
+        return False
+    unindexed = (entry.parent for tier in storage.lower for entry in tier.unindexed.values())
+    return any(node.dependents) or any(node.parent.snapshots_of(node.tokens)) or node.key in unindexed
 
 
 def _newest_tick(storage: Storage, used_before: float | None) -> int | None:

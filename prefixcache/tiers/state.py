@@ -5,6 +5,7 @@ which owns them.
 from __future__ import annotations
 
 import threading
+from array import array
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,11 +17,13 @@ from prefixcache.image_format import ROWS
 from prefixcache.metrics.stats import Counters
 from prefixcache.ssd.entries import NamespaceRow
 from prefixcache.tiers.admission import LongPrompts
-from prefixcache.tiers.evicted_keys import EvictedKeys
 from prefixcache.tiers.hot import HotPrompts
 
 if TYPE_CHECKING:
     from prefixcache.layers.image_layout import Plan
+
+
+EVICTED_PLACES = 1 << 13  # of 8 bytes each: the whole blocks of some 2 million tokens
 
 
 class Namespace(NamedTuple):
@@ -32,6 +35,24 @@ class Namespace(NamedTuple):
     row: NamespaceRow
     plan: Plan
     tree: Tree
+
+
+class EvictedKeys:
+    """Remembers which blocks have left all tiers lately, so that a miss can be told from a prompt that never came. It has the
+    first 8 bytes of their keys, each in a place that they choose, where the next one replaces them: 64 KiB, whatever is
+    added. Called under the storage's lock.
+    """
+
+    def __init__(self) -> None:
+        self._places = array("Q", bytes(8 * EVICTED_PLACES))
+
+    def add(self, key: bytes) -> None:
+        beginning = int.from_bytes(key[:8], "little")
+        self._places[beginning % EVICTED_PLACES] = beginning
+
+    def __contains__(self, key: bytes) -> bool:
+        beginning = int.from_bytes(key[:8], "little")
+        return self._places[beginning % EVICTED_PLACES] == beginning
 
 
 class StorageState:

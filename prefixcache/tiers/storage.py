@@ -136,6 +136,14 @@ class Storage(StorageState):
         """Delete an image from every tier. Returns its bytes, which are free when a write that waits has ended."""
         return self.lower.discard(slot)
 
+    def reject(self, slot: Slot) -> int:
+        """Delete an image that can't be decoded from every tier; the shared one is not asked for it for a while. Returns its
+        bytes.
+        """
+        if self.remote is not None:
+            self.remote.refuse(slot)
+        return self.discard(slot)
+
     def clear(self) -> None:
         """Delete every image from every tier; pins end."""
         for tier in self.lower:

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from prefixcache import PrefixCache
 from prefixcache.keys import common_prefix
-from prefixcache.tiers.evicted_keys import PLACES, EvictedKeys
 from prefixcache.tiers.parting import (
     DECLINED,
     EVICTED,
@@ -20,6 +19,7 @@ from prefixcache.tiers.parting import (
     REASONS,
     Parting,
 )
+from prefixcache.tiers.state import EVICTED_PLACES, EvictedKeys
 from tests.given_rates import computing_is
 from tests.models import states
 from tests.models.states import prompt
@@ -105,7 +105,7 @@ def test_a_hit_that_computing_beats_was_declined():
     st.lists(
         st.binary(min_size=32, max_size=32),
         max_size=50,
-        unique_by=lambda key: int.from_bytes(key[:8], "little") % PLACES,
+        unique_by=lambda key: int.from_bytes(key[:8], "little") % EVICTED_PLACES,
     )
 )
 def test_evicted_keys_knows_those_that_no_other_has_replaced(keys):
