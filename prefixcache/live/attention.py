@@ -7,14 +7,18 @@ its output and the logarithm of its sum of exponentials, and these are put toget
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import mlx.core as mx
 
 from prefixcache.codecs import raw_attention_gpu
+from prefixcache.codecs.raw_attention_gpu import UncodedRows
+from prefixcache.codecs.turboquant.coding import CodedSpan
 from prefixcache.codecs.turboquant.format import AttentionCall, AttentionPart, CodedRows
 from prefixcache.codecs.turboquant.live import attend as attend_to_part
 from prefixcache.codecs.turboquant.live import with_logits
-from prefixcache.live.attended import coded_parts, has_uncoded, uncoded_for_kernel, uncoded_rows
-from prefixcache.live.decoding import decoded_heads
+from prefixcache.live.buffers import Two
+from prefixcache.live.decoding import decoded_heads, joined
 from prefixcache.live.layer_state import LayerState
 
 Mask = mx.array | str | None
@@ -33,7 +37,7 @@ def attend(layer: LayerState, queries: mx.array, scale: float, mask: Mask, sinks
     if isinstance(mask, mx.array) and mask.ndim == 0:
         mask = mask.reshape(1)
     call = AttentionCall(queries, scale, None if isinstance(mask, str) else mask, isinstance(mask, str))
-    coded, uncoded = coded_parts(layer), has_uncoded(layer)
+    coded, uncoded = coded_parts(layer), layer.has_uncoded
     if len(coded) == 1 and not uncoded:
         whole = _coded_part(coded[0], layer.rows, call._replace(logits=sinks, dtype=queries.dtype))
         return _by_heads(layer, queries, scale, mask, sinks) if whole is None else whole.out
@@ -55,7 +59,7 @@ def attend(layer: LayerState, queries: mx.array, scale: float, mask: Mask, sinks
 
 
 def _coded_part(coded: CodedRows, rows: int, call: AttentionCall) -> AttentionPart | None:
-    """Attend to rows by their codes, the first of `rows` that there are. None where no kernel does that here."""
+    """Attend to coded rows, the first ones of a layer of `rows` rows. None where no kernel does that here."""
     count, length, mask = coded.codes.shape[2], call.queries.shape[2], call.mask
     if mask is not None and mask.shape[-1] > 1:
         mask = mask[..., :count]
@@ -179,3 +183,68 @@ def _with_pads(layer: LayerState, length: int, mask: Mask) -> mx.array:
     if mask is None:
         return seen
     return seen & mask if mask.dtype == mx.bool_ else mx.where(seen, mask, mx.array(-mx.inf, mask.dtype))
+
+
+# -- what a layer has to attend to ------------------------------------------------------------------------------------
+
+
+class NumberedRows(NamedTuple):
+    """Keys and values (B, heads, n, width), and for each sequence the numbers of these n rows, -1 for none."""
+
+    rows: Two
+    numbers: list[list[int]]
+
+
+def coded_parts(layer: LayerState) -> list[CodedRows]:
+    """Return the codes that are attended to, as parts: each has one run of levels of every sequence, the last part the last
+    runs. No part goes beyond the last row that is attended to by its code.
+    """
+    if layer.codes.arrays is None:
+        return []
+    spans = [layer.coded_spans(b) for b in range(layer.batch)]
+    if len(spans) == 1 and len(spans[0]) == 1:  # as most often
+        return [_codes_of(layer, spans[0], spans[0][0].last)]
+    end = max((of_sequence[-1].last for of_sequence in spans if of_sequence), default=0)
+    parts = []
+    for behind in range(max(map(len, spans), default=0), 0, -1):
+        part = [of_sequence[-behind] if len(of_sequence) >= behind else None for of_sequence in spans]
+        some = next(span for span in part if span is not None)
+        nothing = CodedSpan(end, end, some.levels)
+        parts.append(_codes_of(layer, [span or nothing for span in part], end))
+    return parts
+
+
+def _codes_of(layer: LayerState, spans: list[CodedSpan], end: int) -> CodedRows:
+    """Return the codes of these rows of each sequence, all before row `end`."""
+    keys, values = layer.stacks_of([span.levels for span in spans])
+    first = layer.numbers.of([span.first for span in spans], 0)
+    last = layer.numbers.of([span.last for span in spans], end)
+    codes, scales = layer.codes.cut_out(slice(end))
+    return CodedRows(codes, scales, keys.form, values.form, keys.decoding, values.decoding, first, last)
+
+
+def uncoded_rows(layer: LayerState) -> NumberedRows:
+    """Return the rows that are attended to uncoded: sinks and recent ones."""
+    arrays = [part.arrays for part in (layer.sinks, layer.recent) if part.arrays is not None]
+    most = layer.choice.sink_tokens
+    listed: list[list[int]] = []
+    for b, pad in enumerate(layer.pads):
+        numbers: list[int] = []
+        if layer.sinks.arrays is not None:
+            numbers += [row if row < layer.rows else -1 for row in range(pad, pad + most)]
+        if layer.recent.arrays is not None:
+            end = layer.alignment.end_of(b)
+            numbers += layer.recent.numbers(max(layer.recent.first(b, end), pad + most), end)
+        listed.append(numbers)
+    return NumberedRows(arrays[0] if len(arrays) == 1 else joined(arrays, axis=2), listed)
+
+
+def uncoded_for_kernel(layer: LayerState) -> UncodedRows | None:
+    """Return those rows as the GPU's kernel reads them; None where it can't: no ring, or padding on the right."""
+    recent, pads = layer.recent, layer.pads
+    if recent.arrays is None or layer.alignment.ends is not None:
+        return None
+    low = layer.rows - recent.size
+    whole = all(floor <= max(low, pad) for floor, pad in zip(recent.floors, pads, strict=True))
+    floors = None if whole else layer.numbers.of(recent.floors, -1)
+    return UncodedRows(layer.rows, recent.arrays, layer.sinks.arrays, layer.numbers.of(pads, 0), floors)

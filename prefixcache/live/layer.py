@@ -1,7 +1,7 @@
 """The rows of one layer that live caches keep as codes: appended, levelled, coded, and cut.
 
 `CodedLayer` holds B sequences of left-padded rows; `live.turboquant` puts mlx-lm's protocol on it, `live.batching` makes one
-of several, `live.state` one of saved arrays. `live.decoding` and `live.attended` read it. Its arrays are `live.buffers`'s.
+of several, `live.state` one of saved arrays. `live.decoding` and `live.attention` read it. Its arrays are `live.buffers`'s.
 """
 
 from __future__ import annotations

@@ -49,6 +49,11 @@ class LayerState:
     def batch(self) -> int:
         return len(self.alignment.pads)
 
+    @property
+    def has_uncoded(self) -> bool:
+        """Tell whether some rows are attended to uncoded."""
+        return self.sinks.arrays is not None or self.recent.arrays is not None
+
     def known_kind(self) -> LayerRows:
         """Return what rows there are. ValueError before the first."""
         if self.kind is None:

@@ -6,15 +6,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models import cache as mlx_caches
 from mlx_lm.models.cache import CacheList, KVCache
 
-from prefixcache.codecs import Codec, RowCodec, Stream, TurboQuant, as_codec
+from prefixcache.codecs import Codec, Stream, TurboQuant, as_codec
 from prefixcache.codecs.interchange import FLOATS, name_of
-from prefixcache.codecs.turboquant.codec import TurboQuantRows
 from prefixcache.codecs.turboquant.coding import RECENT, Choice, LayerRows
 from prefixcache.live import families
 from prefixcache.live.levels import SharedLevels
@@ -58,8 +57,7 @@ def make_prompt_cache(
     rows = rows_of(model)
     if len(rows) != len(fresh):
         raise ValueError(f"{type(model).__module__}: {len(fresh)} caches, of which {len(rows)} could be sketched")
-    making = _Making(codec, len(fresh), recent_tokens, levels)
-    return making.all(fresh, rows)
+    return _Making(codec, len(fresh), recent_tokens, levels).all(fresh, rows)
 
 
 def convert_prompt_cache(
@@ -78,8 +76,7 @@ def convert_prompt_cache(
 
     ValueError where no layer qualifies (one that is coded already does), or the layers aren't the model's.
     """
-    making = _Making(_checked(codec), _layers_of(prompt_cache, model), recent_tokens, levels)
-    return making.all(prompt_cache, None)
+    return _Making(_checked(codec), _layers_of(prompt_cache, model), recent_tokens, levels).all(prompt_cache, None)
 
 
 def convert_in_place(
@@ -126,7 +123,7 @@ def check_layers(prompt_cache: Sequence[Any], model: Any) -> None:
 
 
 class _Making:
-    """Layer by layer, with one codec."""
+    """Makes a live prompt cache layer by layer, with one codec."""
 
     def __init__(self, codec: TurboQuant, layers: int, recent: int, levels: SharedLevels | None):
         self._codec, self._layers, self._recent = codec, layers, recent
@@ -137,21 +134,19 @@ class _Making:
 
     def all(
         self, caches: Sequence[Any], rows: list[list[LayerRows | None]] | None, into: list[Any] | None = None
-    ) -> Any:
+    ) -> LivePromptCache:
+        """Convert all layers, whose `rows` are those that they hold unless given, in place where they are in `into`. What
+        stays as it is is copied, since the model writes into it.
+        """
         layers = into if into is not None else [None] * len(caches)
         for layer, cache in enumerate(caches):
             converted = self._layer(cache, layer, iter(rows[layer]) if rows is not None else None)
-            layers[layer] = self._not_shared(cache) if converted is cache and into is None else converted
+            layers[layer] = copy.deepcopy(cache) if converted is cache and into is None else converted
         if not self._coded:
             reasons = "; ".join(f"{why} ({_spoken(on)})" for why, on in _grouped(self._left).items())
             raise ValueError(f"no layer can be coded by {self._codec}: {reasons or 'there are none'}")
         left = {layer: why for layer, why in self._left.items() if layer not in self._coded}
         return LivePromptCache(layers, tuple(sorted(self._coded)), left)
-
-    @staticmethod
-    def _not_shared(cache: Any) -> Any:
-        """Return a copy of what stays as it is: the model writes into it."""
-        return copy.deepcopy(cache)
 
     def _layer(self, cache: Any, layer: int, rows: Any) -> Any:
         if isinstance(cache, CacheList):
@@ -161,7 +156,7 @@ class _Making:
                 return cache
             listed = copy.copy(cache)
             listed.caches = type(cache.caches)(
-                self._not_shared(child) if converted is child else converted for child, converted in both
+                copy.deepcopy(child) if converted is child else converted for child, converted in both
             )
             return listed
         kind = next(rows) if rows is not None else next(iter(_rows_in(cache)))
@@ -170,53 +165,37 @@ class _Making:
             self._check_coded(cache, layer, kind)
             self._coded.add(layer)
             return cache
-        if type(cache) is not KVCache:
-            self._left[layer] = f"{type(cache).__name__} is no plain KVCache"
-            return cache
-        if kind is None:
-            self._left[layer] = "it holds no rows"
-            return cache
-        coder = self._coder(layer, kind)
-        if isinstance(coder, str):
-            self._left[layer] = coder
+        codec = self._codec_for(cache, layer, kind)
+        if isinstance(codec, str):
+            self._left[layer] = codec
             return cache
         self._coded.add(layer)
-        return coder(cache, number)
+        live = TurboQuantKVCache(codec, recent_tokens=self._recent, levels=self._levels, layer=number)
+        return live.filled_from(cache)
 
     def _check_coded(self, cache: TurboQuantKVCache, layer: int, rows: LayerRows | None) -> None:
-        """Raise ValueError for a layer that is coded already, and otherwise."""
-        if rows is None:
-            return
-        if not cache.choice.same_codes(Choice.of(*self._row_codecs(layer, rows), self._codec.sink_tokens)):
+        """Raise ValueError for a layer that is coded already, by another codec."""
+        if rows is not None and not cache.choice.same_codes(self._choice_for(layer, rows)):
             raise ValueError(
                 f"layer {layer} is coded already, by {cache.choice}, not {self._codec}: dequantize it first"
             )
 
-    def _row_codecs(self, layer: int, rows: LayerRows) -> tuple[RowCodec, RowCodec]:
-        keys, values = (
-            self._codec.row_codec(Stream(layer, self._layers, part, rows.heads, width, other, rows.dtype))
-            for part, width, other in _parts(rows)
-        )
-        return keys, values
-
-    def _coder(self, layer: int, rows: LayerRows) -> Any:
-        """Return what makes a layer's cache from a plain one; or why the layer stays as it is."""
+    def _codec_for(self, cache: Any, layer: int, rows: LayerRows | None) -> TurboQuant | str:
+        """Return the codec of a layer's live cache; or why the layer stays as it is."""
+        if type(cache) is not KVCache:
+            return f"{type(cache).__name__} is no plain KVCache"
+        if rows is None:
+            return "it holds no rows"
         if rows.dtype not in FLOATS:
             return f"rows of {rows.dtype}"
-        keys, values = self._row_codecs(layer, rows)
-        if not isinstance(keys, TurboQuantRows) or not isinstance(values, TurboQuantRows):
-            return f"the codec leaves {rows} as they are"
-        codec = TurboQuant(keys.bits, values.bits, keys.levelled, sink_tokens=self._codec.sink_tokens, seed=keys.seed)
+        choice = self._choice_for(layer, rows)
+        return choice.codec() if choice is not None else f"the codec leaves {rows} as they are"
 
-        def coded(cache: KVCache, number: int) -> TurboQuantKVCache:
-            live = TurboQuantKVCache(codec, recent_tokens=self._recent, levels=self._levels, layer=number)
-            return live.filled_from(cache)
-
-        return coded
-
-
-def _parts(rows: LayerRows) -> list[tuple[Literal["keys", "values"], int, int]]:
-    return [("keys", rows.key_width, rows.value_width), ("values", rows.value_width, rows.key_width)]
+    def _choice_for(self, layer: int, rows: LayerRows) -> Choice | None:
+        """Return how the codec codes a layer's rows; None where it leaves some as they are."""
+        keys = Stream(layer, self._layers, "keys", rows.heads, rows.key_width, rows.value_width, rows.dtype)
+        values = keys._replace(part="values", width=keys.other_width, other_width=keys.width)
+        return Choice.of(self._codec.row_codec(keys), self._codec.row_codec(values), self._codec.sink_tokens)
 
 
 def _checked(codec: Codec | str | Mapping[str, Any] | None) -> TurboQuant:

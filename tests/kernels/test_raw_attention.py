@@ -12,7 +12,7 @@ from prefixcache.codecs.turboquant import gpu_rows as turboquant_gpu
 from prefixcache.codecs.turboquant.format import AttentionCall, AttentionPart
 from prefixcache.kernels import raw_attention
 from prefixcache.live import TurboQuantKVCache, attention
-from prefixcache.live.attended import uncoded_for_kernel
+from prefixcache.live.attention import uncoded_for_kernel
 from tests.inside import layer_of
 
 pytestmark = pytest.mark.skipif(host_gpu.COMPILER is None, reason="no C++ compiler")

@@ -16,7 +16,7 @@ from prefixcache.codecs.turboquant.format import AttentionCall
 from prefixcache.live import BatchTurboQuantKVCache, SharedLevels, TurboQuantKVCache, attention, decoding
 from prefixcache.live import layer as live_layer
 from prefixcache.live import levels as live_levels
-from prefixcache.live.attended import coded_parts
+from prefixcache.live.attention import coded_parts
 from prefixcache.live.stand_in import CodesStandIn
 from tests.inside import layer_of
 from tests.live.generating import alone, check_logprobs, drive, feed
