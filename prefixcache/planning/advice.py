@@ -32,15 +32,30 @@ class Link(NamedTuple):
     rate: float
 
 
+NO_WAIT = Link(0.0, float("inf"))
+
+
 class Served(NamedTuple):
-    """What each request asked for and was given, int64: tokens asked for, hit, and of these hot, with nothing to decode; and
-    bytes that a promotion read.
+    """What each request asked for and was given, arrays int64 with an element for each: tokens `asked` for, `hit` in any
+    tier, and of these `hot`, with nothing to decode; bytes `read` from the SSD and `remote_read` from a remote tier, and the
+    round `trips` to it that the request waited for. `seconds`: from the first request to the last.
     """
 
+    seconds: float
     asked: np.ndarray
     hit: np.ndarray
     hot: np.ndarray
     read: np.ndarray
+    remote_read: np.ndarray
+    trips: np.ndarray
+
+    @property
+    def requests(self) -> int:
+        return len(self.asked)
+
+    @property
+    def asked_tokens(self) -> int:
+        return int(self.asked.sum())
 
 
 class Latency(NamedTuple):
@@ -70,18 +85,14 @@ class Wear(NamedTuple):
 # -- time -------------------------------------------------------------------------------------------------------------
 
 
-def times_to_first_token(served: Served, bytes_per_token: float, rates: Rates) -> np.ndarray:
+def times_to_first_token(served: Served, bytes_per_token: float, rates: Rates, link: Link = NO_WAIT) -> np.ndarray:
     """Return seconds of each request: the tokens that were not hit at the prefill rate, the bytes that a promotion read at
-    the SSD's, the bytes of the hit at the decoder's, but for what was hot. Each request has the machine to itself: nobody
-    queues.
+    the SSD's, the bytes of the hit at the decoder's, but for what was hot; and over the `link` to a remote tier its round
+    trips and the bytes that it read there. Each request has the machine to itself: nobody queues.
     """
     computing, decoded = (served.asked - served.hit) / rates.prefill, served.hit - served.hot
-    return np.asarray(computing + served.read / rates.ssd + decoded * bytes_per_token / rates.decode, np.float64)
-
-
-def seconds_of_remote(trips: np.ndarray, read: np.ndarray, link: Link) -> np.ndarray:
-    """Return what each request waits for a remote tier: its round trips, and the bytes that it read there."""
-    return np.asarray(trips * link.rtt + read / link.rate, np.float64)
+    own = computing + served.read / rates.ssd + decoded * bytes_per_token / rates.decode
+    return np.asarray(own + served.trips * link.rtt + served.remote_read / link.rate, np.float64)
 
 
 def percentiles(seconds: np.ndarray) -> Latency | None:

@@ -296,8 +296,8 @@ def simulate_fleet(
     remote_tokens = sum(machine.remote_tokens for machine in machines if isinstance(machine, Machine))
     return FleetOutcome(
         fleet,
+        served,
         [c.fetches for c in counters],
-        int(served.asked.sum()),
         sum(c.ram_hit_tokens for c in counters),
         sum(c.hot_hit_tokens for c in counters),
         sum(c.ssd_hit_tokens for c in counters) - remote_tokens,
@@ -309,5 +309,4 @@ def simulate_fleet(
         remote.reused_tokens,
         remote.evicted,
         remote.peak,
-        *served[1:],
     )

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from prefixcache.planning.advice import Link
+from prefixcache.planning.advice import NO_WAIT, Link, Served
 
 
 class Cell(NamedTuple):
@@ -42,23 +42,19 @@ class Fleet(NamedTuple):
     routing: str = "sticky"
     remote_admission: str | None = None
     remote: int | None = None
-    link: Link = Link(0.0, float("inf"))
+    link: Link = NO_WAIT
     prefill: float = 1000.0
 
 
 class CellOutcome(NamedTuple):
     """One run of a trace at the size of a `cell`. Tokens are counted in tokens, all else in bytes or images.
 
-    `ram_tokens` are hits that RAM had at once, `ssd_tokens` those that a promotion brought; their share of `asked_tokens` is
-    the hit rate. `hot_tokens`, among RAM's, had nothing to decode. The arrays have one element a request, int64: `asked`,
-    `hit` (tokens, of either tier), `hot` (of them, those that a hot prompt gave) and `read` (bytes that the promotion took
-    from the SSD).
+    `ram_tokens` are hits that RAM had at once, `ssd_tokens` those that a promotion brought; their share of the tokens asked
+    for is the hit rate. `hot_tokens`, among RAM's, had nothing to decode.
     """
 
     cell: Cell
-    requests: int
-    seconds: float
-    asked_tokens: int
+    served: Served
     ram_tokens: int
     hot_tokens: int
     ssd_tokens: int
@@ -75,10 +71,6 @@ class CellOutcome(NamedTuple):
     unkept_tokens: int
     ram_peak: int
     ssd_peak: int
-    asked: np.ndarray
-    hit: np.ndarray
-    hot: np.ndarray
-    read: np.ndarray
 
     @property
     def hit_tokens(self) -> int:
@@ -87,25 +79,23 @@ class CellOutcome(NamedTuple):
     @property
     def hot_hits(self) -> int:
         """Requests that a hot prompt gave tokens."""
-        return int(np.count_nonzero(self.hot))
+        return int(np.count_nonzero(self.served.hot))
 
     @property
     def hit_rate(self) -> float:
         """Hits of both tiers over tokens asked for; 0 of a trace that asks for none."""
-        return self.hit_tokens / self.asked_tokens if self.asked_tokens else 0.0
+        return self.hit_tokens / max(self.served.asked_tokens, 1)
 
 
 class FleetOutcome(NamedTuple):
     """One run of a trace on a `fleet`. Hits are of RAM, of the machine's own SSD, or of the remote, in tokens.
 
     `requests` are those of each machine. `reused_tokens` are those of blocks that were read from the remote at least once.
-    The arrays have one element a request, int64: `asked`, `hit` (tokens), `hot` (of them, what a hot prompt gave), `read`
-    (bytes from the SSD), `remote_read` (bytes from the remote), `trips` (round trips to it that the request waited for).
     """
 
     fleet: Fleet
+    served: Served
     requests: list[int]
-    asked_tokens: int
     ram_tokens: int
     hot_tokens: int
     ssd_tokens: int
@@ -117,12 +107,6 @@ class FleetOutcome(NamedTuple):
     reused_tokens: int
     remote_evicted: int
     remote_peak: int
-    asked: np.ndarray
-    hit: np.ndarray
-    hot: np.ndarray
-    read: np.ndarray
-    remote_read: np.ndarray
-    trips: np.ndarray
 
     @property
     def hit_tokens(self) -> int:
@@ -130,7 +114,7 @@ class FleetOutcome(NamedTuple):
 
     @property
     def hit_rate(self) -> float:
-        return self.hit_tokens / self.asked_tokens if self.asked_tokens else 0.0
+        return self.hit_tokens / max(self.served.asked_tokens, 1)
 
     @property
     def sent_per_reused_token(self) -> float | None:

@@ -29,6 +29,7 @@ from prefixcache.layers.finite import NotFinite
 from prefixcache.layers.image_layout import Plan, Words
 from prefixcache.layers.snapshots import State
 from prefixcache.memory import collector_at_rest
+from prefixcache.planning.advice import Served
 from prefixcache.planning.model import ModelState, held_rows
 from prefixcache.planning.outcome import Cell, CellOutcome
 from prefixcache.planning.simulated_ssd import SimulatedImage, SimulatedSsd
@@ -321,40 +322,22 @@ def simulate(
     counts |= {name: getattr(run.ssd, name, 0) for name in COUNTED_OF_SSD}
     return CellOutcome(
         cell=cell,
-        requests=len(served.asked),
-        seconds=served.seconds,
-        asked_tokens=int(served.asked.sum()),
+        served=served,
         ram_tokens=run.storage.counters.ram_hit_tokens,
         hot_tokens=run.storage.counters.hot_hit_tokens,
         ssd_tokens=run.storage.counters.ssd_hit_tokens,
         ram_peak=run.storage.budget.peak,
         ssd_peak=run.ssd.peak if run.ssd is not None else 0,
         **counts,
-        asked=served.asked,
-        hit=served.hit,
-        hot=served.hot,
-        read=served.read,
     )
-
-
-class ReplayedRequests(NamedTuple):
-    """What came of requests, arrays with an element for each that fetched, int64: tokens `asked` and `hit`, and as `Given`
-    has it what they were given. `seconds`: from the first to the last.
-    """
-
-    seconds: float
-    asked: np.ndarray
-    hit: np.ndarray
-    hot: np.ndarray
-    read: np.ndarray
-    remote_read: np.ndarray
-    trips: np.ndarray
 
 
 def replay(
     calls: Iterable[tuple[Request, Simulation]], block: int, progress: Callable[[int], None] | None = None
-) -> ReplayedRequests:
-    """Serve requests, one after the other, each by the simulation that stands with it; else as `simulate`."""
+) -> Served:
+    """Serve requests, one after the other, each by the simulation that stands with it; else as `simulate`. Return what those
+    were given that fetched.
+    """
     asked, hit = array("q"), array("q")
     given = [array("q") for _ in Given._fields]
     first, last = None, 0.0
@@ -374,7 +357,7 @@ def replay(
                 machine.store(prompt)
             if progress is not None and number % EVERY == 0:
                 progress(number)
-    return ReplayedRequests(last - (first or 0.0), *(np.array(counts, np.int64) for counts in (asked, hit, *given)))
+    return Served(last - (first or 0.0), *(np.array(counts, np.int64) for counts in (asked, hit, *given)))
 
 
 class Prompts:

@@ -22,15 +22,12 @@ GROWTH = 256  # rows that mlx-lm's caches grow by at once
 
 
 class StateSizes:
-    """Bytes of the images that `PrefixCache.store` makes of a model's state with a codec, headers included: exact.
+    """Bytes of the images that `PrefixCache.store` makes of a model's state with a codec, headers included: exact."""
 
-    `model` is the name that they are stored under, which their headers have; one of the length that `model_identity`
-    gives, unless given.
-    """
-
-    def __init__(self, state: ModelState, codec: Codec, model: str | None = None):
+    def __init__(self, state: ModelState, codec: Codec):
         self.state, self.codec, self.plan = state, codec, state.plan(codec)
-        self.model = model if model is not None else f"{state.name}@{'0' * 24}|code {'0' * 16}"
+        # The name that they are stored under, which their headers have: as long as `model_identity` makes it.
+        self.model = f"{state.name}@{'0' * 24}|code {'0' * 16}"
         self._codec, self._layout = canonical(codec.spec()), canonical(state.layout)
         self._nbytes: dict[Any, int] = {}
 

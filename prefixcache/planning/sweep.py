@@ -63,8 +63,7 @@ class CellFailed(RuntimeError):
 CellProgress = Callable[[int], None]  # is told how many requests of a cell are done
 Progress = Callable[[int, int], None]  # is told what is done of all runs, and of how much
 Report = Callable[[Sequence[int], int], None]  # is told the requests done in each run, and the runs that ended
-Run = Callable[[Workload, Cell, CellProgress], CellOutcome]
-AnyRun = Callable[[Workload, Any, CellProgress], Any]  # of cells or of fleets
+Run = Callable[[Workload, Any, CellProgress], Any]  # simulates a cell or a fleet
 
 
 def simulated(workload: Workload, cell: Cell, progress: CellProgress) -> CellOutcome:
@@ -142,14 +141,12 @@ def sweep(
     known: Known = NOTHING_KNOWN,
     processes: int | None = None,
     progress: Progress | None = None,
-    run: Run = simulated,
 ) -> list[CellOutcome]:
     """Return the outcomes of `cells`, in their order. Cells that are equal, or can't differ by what is `known`, run
     once; those whose outcomes are known don't run again.
 
     `processes`: one a core unless told; with 1 all is done in this process. `progress(done, total)` is called several times
-    a second, in requests (of all runs), or in runs where the workload doesn't say how many requests there are. `run` is for
-    whoever has a simulator of their own; it must be a module's function.
+    a second, in requests (of all runs), or in runs where the workload doesn't say how many requests there are.
 
     The processes are spawned: a script that calls this needs the usual `if __name__ == "__main__":`. ValueError as
     `simulated` says, CellFailed (with the cell's name) for everything else; either ends all processes, and so do Ctrl-C
@@ -158,7 +155,7 @@ def sweep(
     outcomes = dict(known.outcomes)
     runs = [cell for cell in dict.fromkeys(equivalent_cell(cell, known.most) for cell in cells) if cell not in outcomes]
     runs.sort(key=lambda cell: (cell.ssd == 0, -cell.ssd, cell.ram))  # the longest first
-    results = _run_all(workload, runs, processes, progress, run)
+    results = run_all(workload, runs, processes, progress, simulated)
     outcomes.update(zip(runs, results, strict=True))
     return [outcomes[equivalent_cell(cell, known.most)]._replace(cell=cell) for cell in cells]
 
@@ -167,12 +164,14 @@ def sweep_fleets(
     workload: Workload, fleets: Sequence[Fleet], *, processes: int | None = None, progress: Progress | None = None
 ) -> list[FleetOutcome]:
     """Return the outcomes of `fleets`, in their order. Else as `sweep`."""
-    return _run_all(workload, list(fleets), processes, progress, simulated_fleet)
+    return run_all(workload, list(fleets), processes, progress, simulated_fleet)
 
 
-def _run_all(
-    workload: Workload, runs: list[Any], processes: int | None, progress: Progress | None, run: AnyRun
+def run_all(
+    workload: Workload, runs: list[Any], processes: int | None, progress: Progress | None, run: Run
 ) -> list[Any]:
+    """Have a module's function `run` simulate each of the runs. Else as `sweep`."""
+
     def report(done_by_run: Sequence[int], ended: int) -> None:
         if progress is not None and workload.requests:
             total = workload.requests * len(runs)
@@ -191,7 +190,7 @@ def cores() -> int:
     return os.cpu_count() or 1
 
 
-def _run_here(workload: Workload, runs: list[Any], report: Report, run: AnyRun) -> list[Any]:
+def _run_here(workload: Workload, runs: list[Any], report: Report, run: Run) -> list[Any]:
     done = [0] * len(runs)
     outcomes: list[Any] = []
     for i, cell in enumerate(runs):
@@ -205,7 +204,7 @@ def _run_here(workload: Workload, runs: list[Any], report: Report, run: AnyRun) 
     return outcomes
 
 
-def _run_cell(workload: Workload, cell: Any, progress: CellProgress, run: AnyRun) -> Any:
+def _run_cell(workload: Workload, cell: Any, progress: CellProgress, run: Run) -> Any:
     """Run a cell. An error names it, except where the trace or the model is what is wrong."""
     try:
         return run(workload, cell, progress)
@@ -219,7 +218,7 @@ def _run_cell(workload: Workload, cell: Any, progress: CellProgress, run: AnyRun
 # -- processes --------------------------------------------------------------------------------------------------------
 
 
-def _run_in_pool(workload: Workload, runs: list[Any], count: int, report: Report, run: AnyRun) -> list[Any]:
+def _run_in_pool(workload: Workload, runs: list[Any], count: int, report: Report, run: Run) -> list[Any]:
     context = multiprocessing.get_context("spawn")
     done: Any = context.RawArray("Q", len(runs))  # requests, written by the processes
     theirs, ours = context.Pipe(duplex=False)  # they end when our end is closed, however that comes
@@ -245,7 +244,7 @@ def _run_in_pool(workload: Workload, runs: list[Any], count: int, report: Report
         theirs.close()
 
 
-def _submit(pool: ProcessPoolExecutor, jobs: list[tuple[int, Workload, Any, AnyRun]]) -> list[Future[Any]]:
+def _submit(pool: ProcessPoolExecutor, jobs: list[tuple[int, Workload, Any, Run]]) -> list[Future[Any]]:
     """Submit jobs. Ctrl-C is for the first process alone: those spawned here never see it, not even while they start."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -271,7 +270,7 @@ def _end_with(end: Connection) -> None:
         os._exit(1)
 
 
-def _run_in_process(index: int, workload: Workload, cell: Any, run: AnyRun) -> Any:
+def _run_in_process(index: int, workload: Workload, cell: Any, run: Run) -> Any:
     def progress(requests: int) -> None:
         _done[index] = requests
 

@@ -16,9 +16,7 @@ and in `BatchedModelKit.__init__`, in the place of `LRUPromptCache()`:
 from __future__ import annotations
 
 import json
-import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,10 +27,8 @@ from prefixcache.identity import folder_of, mlx_vlm_identity, model_identity, ve
 from prefixcache.media import Media, media_digest
 from prefixcache.servers.causality import check_family
 from prefixcache.servers.mlx_lm.prompt_cache import TieredPromptCache
-from prefixcache.servers.read_or_compute import ReadOrCompute
+from prefixcache.servers.read_or_compute import ReadOrCompute, quietly
 from prefixcache.tiers.prompt import Prompt
-
-log = logging.getLogger("prefixcache")
 
 LONGEST_WAIT = 30.0  # seconds that one lookup waits for the SSD
 MOST_GOING = 64  # prompts that may be computed at once
@@ -80,7 +76,7 @@ class VisionPromptCache:
     def restore(self, *, prompt_input_ids: list[int], image_spans: Sequence[Any]) -> RestoredPromptCache | None:
         """Return what is kept of this prompt, all but its last token at most, evaluated for any thread; None on a miss."""
         restored = None
-        with self._quietly("a lookup", "failed"):
+        with quietly("a lookup"):
             prompt = self._prompt(prompt_input_ids, image_spans)
             self._remember(prompt, self._chunks_of(prompt_input_ids, image_spans))
             self._promotions.wait(prompt)
@@ -103,7 +99,7 @@ class VisionPromptCache:
         kept where the next chunk ends behind the first picture, behind the place where another prompt parts from this one, or
         behind the prompt.
         """
-        with self._quietly("a chunk"):
+        with quietly("a store"):
             last = next((chunk for chunk in reversed(prefix_chunks) if chunk.key in self._going), None)
             if last is None:
                 return
@@ -124,7 +120,7 @@ class VisionPromptCache:
         rope_deltas: Any | None,
     ) -> None:
         """Keep a prompt with its answer, and its arrays for the next turn. Positions are not kept: they follow."""
-        with self._quietly("a prompt"):
+        with quietly("a store"):
             prompt = self._prompt(prompt_input_ids, image_spans)
             self._promotions.ended(prompt)
             self._cache.store(prompt, prompt_cache)
@@ -162,10 +158,3 @@ class VisionPromptCache:
             self._going[chunks[-1].key] = prompt
         while len(self._going) > MOST_GOING:
             del self._going[next(iter(self._going))]
-
-    @contextmanager
-    def _quietly(self, what: str, happened: str = "was not kept") -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            log.warning("%s %s: %s: %s", what, happened, type(error).__name__, error)

@@ -10,10 +10,10 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FuturesTimeout
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import NamedTuple
 
@@ -183,3 +183,12 @@ def _agreed(ranks: Ranks, costs: Costs) -> Costs:
 def _prompt_key(tokens: Prompt, length: int) -> tuple[int, int]:
     """Return of the first `length` of these tokens how many they are, and the hash of all but the last."""
     return length, xxhash.xxh3_64_intdigest(memoryview(tokens.token_bytes)[: max(length - 1, 0) * TOKEN_BYTES])
+
+
+@contextmanager
+def quietly(what: str, warn: Callable[..., None] = log.warning) -> Iterator[None]:
+    """Warn of what fails here, so that it does not go on to the thread that generates."""
+    try:
+        yield
+    except Exception as error:
+        warn(f"{what} failed: %s: %s", type(error).__name__, error)

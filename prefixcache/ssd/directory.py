@@ -14,7 +14,7 @@ import re
 import sqlite3
 import stat
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing, suppress
 from pathlib import Path
 
@@ -326,14 +326,12 @@ def _set_attribute(path: Path, name: str, value: bytes) -> None:
         ctypes.CDLL(None).setxattr(os.fsencode(path), name.encode(), value, len(value), 0, 0)
 
 
-def mark_as_cache(
-    root: Path, platform: str = sys.platform, set_attribute: Callable[[Path, str, bytes], None] = _set_attribute
-) -> None:
+def mark_as_cache(root: Path) -> None:
     """Make the marks that are missing. Whatever stands in their place stays, and what can't be made is no error."""
     _make_file(root / TAG, _TAG_TEXT)
-    if platform == "darwin":
+    if sys.platform == "darwin":
         _make_file(root / _NO_SPOTLIGHT, b"")
-        set_attribute(root, _NO_TIME_MACHINE, plistlib.dumps("com.apple.backupd", fmt=plistlib.FMT_BINARY))
+        _set_attribute(root, _NO_TIME_MACHINE, plistlib.dumps("com.apple.backupd", fmt=plistlib.FMT_BINARY))
 
 
 def _make_file(path: Path, content: bytes) -> None:

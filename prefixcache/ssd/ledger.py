@@ -12,9 +12,8 @@ import errno
 import os
 import sqlite3
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
+from time import monotonic
 from typing import NamedTuple
 
 from prefixcache.ssd.index import PAGE, ROW_PAGES
@@ -173,16 +172,15 @@ class DiskRoom:
     and what is queued, `free` the bytes that statvfs calls free. Not thread-safe: the writer's thread and the opener use it.
     """
 
-    def __init__(self, reserve: int, clock: Callable[[], float] = time.monotonic):
+    def __init__(self, reserve: int):
         self.reserve = reserve
-        self._clock = clock
         self._frees_late = False  # deleted files take their room for a while: copy on write, snapshots
         self._evicting_until = self._full_until = float("-inf")
         self._full_held = self._full_free = 0
 
     def ceiling_now(self, held: int, total: int, free: int) -> int:
         """Return the bytes that the directory may take in all."""
-        ceiling, now = max(0, held + free - self.reserve), self._clock()
+        ceiling, now = max(0, held + free - self.reserve), monotonic()
         if now < self._full_until:
             if free > self._full_free + max(0, self._full_held - held) + NOISE_BYTES:
                 self._full_until = now  # others made room
@@ -198,7 +196,7 @@ class DiskRoom:
         """Note that a write found no room, whatever statvfs says: a quota, no more inodes. The directory can't grow for a
         while.
         """
-        self._full_held, self._full_free, self._full_until = held, free, self._clock() + FULL_HOLD_SECONDS
+        self._full_held, self._full_free, self._full_until = held, free, monotonic() + FULL_HOLD_SECONDS
 
     def note_deletion(self, nbytes: int, freed: int) -> None:
         """Note that files of so many bytes were deleted, and the free space has grown by `freed`."""

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from prefixcache import DirectoryError
-from prefixcache.ssd import clear, reconcile, survey
-from prefixcache.ssd.directory import TAG, Directory, mark_as_cache
+from prefixcache.ssd import clear, directory, reconcile, survey
+from prefixcache.ssd.directory import TAG, Directory
 from prefixcache.store_fetch_remove.prune_directory import prune
 from prefixcache.store_fetch_remove.selection import Selection
 from tests.models import states
@@ -133,9 +133,11 @@ def test_a_directory_has_the_tag_of_a_cache_and_an_older_one_gets_it(root):
     assert not (root / ".metadata_never_index").exists() or os.uname().sysname == "Darwin"
 
 
-def test_on_a_mac_it_is_left_out_of_time_machine_and_spotlight(tmp_path):
+def test_on_a_mac_it_is_left_out_of_time_machine_and_spotlight(tmp_path, monkeypatch):
     attributes = {}
-    mark_as_cache(tmp_path, "darwin", lambda path, name, value: attributes.update({(path, name): value}))
+    monkeypatch.setattr(directory.sys, "platform", "darwin")
+    monkeypatch.setattr(directory, "_set_attribute", lambda path, name, value: attributes.update({(path, name): value}))
+    directory.mark_as_cache(tmp_path)
     assert (tmp_path / ".metadata_never_index").read_bytes() == b""
     (((where, name), value),) = attributes.items()
     assert (where, name) == (tmp_path, "com.apple.metadata:com_apple_backup_excludeItem")

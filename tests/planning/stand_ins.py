@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from prefixcache.planning.advice import Served
 from prefixcache.planning.outcome import Cell, CellOutcome
 from prefixcache.planning.sweep import Workload
 
@@ -22,18 +23,9 @@ WORKLOAD = Workload(Path("nowhere"), NOTHING, NOTHING, requests=100)
 
 def outcome(cell: Cell, **values: Any) -> CellOutcome:
     """Hits are as many as the cell has bytes."""
-    none = np.zeros(0, np.int64)
     counts = dict.fromkeys(CellOutcome._fields, 0)
-    of = {
-        "cell": cell,
-        "asked_tokens": 100,
-        "ram_tokens": cell.ram,
-        "ssd_tokens": cell.ssd,
-        "asked": none,
-        "hit": none,
-        "hot": none,
-        "read": none,
-    }
+    served = Served(0.0, np.array([100]), *[np.zeros(1, np.int64)] * 5)
+    of = {"cell": cell, "served": served, "ram_tokens": cell.ram, "ssd_tokens": cell.ssd}
     return CellOutcome(**{**counts, **of, **values})
 
 

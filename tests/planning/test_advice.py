@@ -32,8 +32,11 @@ def values_of(points: list[tuple[int, int, int]]) -> list[int]:
 def test_what_is_not_hit_is_computed_and_what_is_hit_is_read_and_decoded_unless_it_is_hot():
     asked, hit = np.array([1000, 4000, 4000, 4000]), np.array([0, 3000, 4000, 4000])
     hot, read = np.array([0, 0, 0, 3000]), np.array([0, 0, 160_000_000, 0])
-    seconds = advice.times_to_first_token(Served(asked, hit, hot, read), 40_000, RATES)
+    served = Served(9.0, asked, hit, hot, read, np.array([0, 0, 0, 5_000_000]), np.array([0, 0, 1, 2]))
+    seconds = advice.times_to_first_token(served, 40_000, RATES)
     assert seconds.tolist() == pytest.approx([1.0, 1.0 + 0.012, 0.08 + 0.016, 0.004])
+    with_remote = advice.times_to_first_token(served, 40_000, RATES, advice.Link(0.25, 10_000_000))
+    assert (with_remote - seconds).tolist() == pytest.approx([0, 0, 0.25, 1.0])
 
 
 def test_percentiles_are_of_the_requests():
@@ -56,7 +59,7 @@ def test_nobody_waits_longer_on_a_quicker_machine(requests, prefill, times):
         slow._replace(ssd=1e9 * times),
         slow._replace(decode=1e10 * times),
     ):
-        served = Served(asked, hit, hit // 2, hit * 40_000)
+        served = Served(9.0, asked, hit, hit // 2, hit * 40_000, 0 * hit, 0 * hit)
         before, after = (advice.times_to_first_token(served, 40_000, of) for of in (slow, quick))
         assert (after <= before).all()
 

@@ -136,7 +136,8 @@ def prefilled(model, prompt: list[int]) -> list:
 
 
 def assert_stored_as_told(state: ModelState, prompt: list[int], prompt_cache: list, codec) -> None:
-    sizes = StateSizes(state, codec, "a model")
+    sizes = StateSizes(state, codec)
+    sizes.model = "a model"
     with PrefixCache(ram="1GB", codec=codec, memory_reserve=0) as prefixes:
         stored = prefixes.store(prompt, prompt_cache, model="a model")
         assert stored.tokens == len(prompt)

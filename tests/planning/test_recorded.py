@@ -76,7 +76,7 @@ def agree(served, calls: list[Call], ram: int = GB, ssd: int = 0) -> None:
     hits, stats, trace = served(calls, ram, ssd)
     outcome = simulate(trace, STATE, RAW, Cell(ram, ssd), block=trace.block)
     counters = stats.counters
-    assert outcome.hit.tolist() == hits
+    assert outcome.served.hit.tolist() == hits
     assert sum(hits) == counters.hit_tokens
     assert (outcome.stored_tokens, outcome.stored_bytes) == (counters.stored_tokens, counters.stored_bytes)
     assert (outcome.evicted, outcome.dropped) == (counters.evicted, counters.dropped)
@@ -98,7 +98,7 @@ def test_all_that_a_chat_said_is_hit_again(served):
     hits, _, trace = served(calls, GB, 0)
     fetched = [len(text) for call, text in calls if call == "fetch"]
     assert sum(hits) > 0.85 * sum(fetched)
-    assert simulate(trace, STATE, RAW, Cell(GB), block=trace.block).hit.tolist() == hits
+    assert simulate(trace, STATE, RAW, Cell(GB), block=trace.block).served.hit.tolist() == hits
 
 
 def test_prompts_that_are_asked_again_or_edited_at_their_end(served):
@@ -128,7 +128,7 @@ def test_prompts_that_part_where_no_prompt_ended_share_whole_blocks_only(served)
     calls = [("store", [*system, *range(50)]), ("fetch", [*system, *range(100, 150)])]
     hits, _, trace = served(calls, GB, 0)
     assert hits == [700]
-    assert simulate(trace, STATE, RAW, Cell(GB), block=trace.block).hit.tolist() == [512]
+    assert simulate(trace, STATE, RAW, Cell(GB), block=trace.block).served.hit.tolist() == [512]
 
 
 # -- the tokens that stand for ids -------------------------------------------------------------------------------------

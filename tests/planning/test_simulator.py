@@ -176,10 +176,10 @@ def agree(served, asked: list[Request], config: dict, codec: str, ram: int, ssd:
     hits, stats = served(asked, state, codec, ram, ssd, **real)
     outcome = simulate(asked, state, as_codec(codec), Cell(ram, ssd, **policy), block=BLOCK)
     counters = stats.counters
-    assert outcome.hit.tolist() == hits
+    assert outcome.served.hit.tolist() == hits
     assert sum(hits) == outcome.ram_tokens + outcome.ssd_tokens == counters.hit_tokens
-    assert outcome.hot.sum() == outcome.hot_tokens == counters.hot_hit_tokens
-    assert outcome.asked_tokens == counters.asked_tokens == sum(request.tokens for request in asked)
+    assert outcome.served.hot.sum() == outcome.hot_tokens == counters.hot_hit_tokens
+    assert outcome.served.asked_tokens == counters.asked_tokens == sum(request.tokens for request in asked)
     assert (outcome.stored_tokens, outcome.stored_bytes) == (counters.stored_tokens, counters.stored_bytes)
     assert (outcome.evicted, outcome.dropped) == (counters.evicted, counters.dropped)
     assert outcome.declined == counters.declined
@@ -269,8 +269,8 @@ def test_a_chat_goes_on_hot():
     turns = [Request(float(at), 500 * (at + 1), 0, (*range(at + 1),)) for at in range(4)]
     for hot, share in ((0, 0), ("auto", 1)):
         outcome = simulate(turns, state, codec, Cell(20_000_000, hot=hot), block=500)
-        assert outcome.hit.tolist() == [0, 500, 1000, 1500]
-        assert outcome.hot.tolist() == [share * tokens for tokens in (0, 500, 1000, 1500)]
+        assert outcome.served.hit.tolist() == [0, 500, 1000, 1500]
+        assert outcome.served.hot.tolist() == [share * tokens for tokens in (0, 500, 1000, 1500)]
         assert outcome.hot_hits == 3 * share
 
 
@@ -295,7 +295,7 @@ def test_transformed_blocks_are_of_the_size_that_the_basis_expects(served, calib
     asked, state = requests("coding_agents", 20, 16), ModelState.of(PLAIN, name="tiny")
     hits, stats = served(asked, state, "transform:4", 40_000_000, ssd, basis_dir=folder)
     outcome = simulate(asked, state, codec, Cell(40_000_000, ssd), block=BLOCK)
-    assert outcome.hit.tolist() == hits
+    assert outcome.served.hit.tolist() == hits
     assert outcome.stored_tokens == stats.counters.stored_tokens
     assert outcome.stored_bytes == pytest.approx(stats.counters.stored_bytes, rel=0.01)
     assert outcome.ram_peak == pytest.approx(stats.ram_peak, rel=0.01)
@@ -312,7 +312,7 @@ def test_eviction_of_transformed_blocks_is_simulated_but_for_a_few(served, calib
     assert stats.ram_reserved == codec.basis.nbytes
     assert stats.counters.evicted > 50
     assert outcome.evicted == pytest.approx(stats.counters.evicted, rel=0.1)
-    assert outcome.hit.sum() == pytest.approx(sum(hits), rel=0.05)
+    assert outcome.served.hit.sum() == pytest.approx(sum(hits), rel=0.05)
 
 
 def test_a_ram_without_room_for_the_basis_is_simulated_with_turboquant(calibrated):
@@ -351,8 +351,8 @@ def test_recorded_calls_look_up_and_store_by_themselves():
     asked = [("fetch", 512, (1, 2)), ("store", 600, (1, 2, 3)), ("fetch", 700, (1, 2, 4))]
     calls = [Request(float(at), tokens, 0, ids, call) for at, (call, tokens, ids) in enumerate(asked)]
     outcome = simulate(calls, state, codec, Cell(GB), block=256)
-    assert (outcome.requests, outcome.hit.tolist(), outcome.stored_tokens) == (2, [0, 512], 600)
-    assert outcome.seconds == 2.0
+    assert (outcome.served.requests, outcome.served.hit.tolist(), outcome.stored_tokens) == (2, [0, 512], 600)
+    assert outcome.served.seconds == 2.0
 
 
 def test_ram_so_small_that_nothing_of_the_first_prompts_reaches_the_ssd_is_simulated():

@@ -14,9 +14,19 @@ import psutil
 import pytest
 
 from prefixcache.codecs.choice import as_codec
+from prefixcache.planning import sweep as module
 from prefixcache.planning.model import ModelState
 from prefixcache.planning.outcome import Cell, CellOutcome
-from prefixcache.planning.sweep import ENDLESS, CellFailed, Known, Workload, equivalent_cell, sufficient_ram, sweep
+from prefixcache.planning.sweep import (
+    ENDLESS,
+    CellFailed,
+    Known,
+    Workload,
+    equivalent_cell,
+    run_all,
+    sufficient_ram,
+    sweep,
+)
 from prefixcache.trace.reading import Trace, TraceError
 from tests.planning.stand_ins import WORKLOAD, at_once, killed, outcome, refusing, wrong
 from tests.waiting import until
@@ -46,8 +56,8 @@ def workload(tmp_path_factory: pytest.TempPathFactory) -> Workload:
 
 def numbers(outcome: CellOutcome) -> dict[str, object]:
     """All that a run gives but its sizes, and what policies remember of them."""
-    own = outcome._asdict()
-    for name in ("cell", "ram_peak"):
+    own = outcome._asdict() | outcome.served._asdict()
+    for name in ("cell", "ram_peak", "served"):
         del own[name]
     return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in own.items()}
 
@@ -55,7 +65,7 @@ def numbers(outcome: CellOutcome) -> dict[str, object]:
 # -- which cells run --------------------------------------------------------------------------------------------------
 
 
-def test_equal_cells_run_once():
+def test_equal_cells_run_once(monkeypatch):
     ran = []
 
     def run(workload, cell, tell):
@@ -63,12 +73,13 @@ def test_equal_cells_run_once():
         return outcome(cell)
 
     cells = [Cell(1), Cell(2), Cell(1), Cell(1, 0, "adaptive"), Cell(1)]
-    found = sweep(WORKLOAD, cells, processes=1, run=run)
+    monkeypatch.setattr(module, "simulated", run)
+    found = sweep(WORKLOAD, cells, processes=1)
     assert [(o.cell.ram, o.cell.policy) for o in found] == [(cell.ram, cell.policy) for cell in cells]
     assert sorted(ran) == sorted(set(cells))
 
 
-def test_cells_that_can_not_differ_run_once_and_keep_their_names():
+def test_cells_that_can_not_differ_run_once_and_keep_their_names(monkeypatch):
     ran = []
 
     def run(workload, cell, tell):
@@ -76,17 +87,19 @@ def test_cells_that_can_not_differ_run_once_and_keep_their_names():
         return outcome(cell)
 
     cells = [Cell(10), Cell(20, 5, "adaptive"), Cell(3, 10), Cell(3, 0, "lru", "second"), Cell(3), Cell(20, hot=5)]
-    found = sweep(WORKLOAD, cells, known=Known(most=10), processes=1, run=run)
+    monkeypatch.setattr(module, "simulated", run)
+    found = sweep(WORKLOAD, cells, known=Known(most=10), processes=1)
     assert sorted(ran) == [Cell(3), Cell(3, 10), Cell(20, hot=5), Cell(ENDLESS)]
     assert [o.cell for o in found] == cells
     assert [o.ram_tokens for o in found] == [ENDLESS, ENDLESS, 3, 3, 3, 20]
 
 
-def test_what_is_known_does_not_run_again():
+def test_what_is_known_does_not_run_again(monkeypatch):
+    monkeypatch.setattr(module, "simulated", refusing)
     known = {Cell(ENDLESS): outcome(Cell(ENDLESS), evicted=7)}
-    found = sweep(WORKLOAD, [Cell(50)], known=Known(known, 10), run=refusing)
+    found = sweep(WORKLOAD, [Cell(50)], known=Known(known, 10))
     assert [(o.cell.ram, o.evicted) for o in found] == [(50, 7)]
-    assert sweep(WORKLOAD, [], run=refusing) == []
+    assert sweep(WORKLOAD, []) == []
 
 
 def test_more_than_enough_changes_nothing(workload):
@@ -127,7 +140,7 @@ def test_a_short_trace_is_read_once_for_all_cells_and_again_when_it_has_changed(
     assert [*map(numbers, sweep(kept, cells, processes=1))] == [*map(numbers, streamed)]
     assert len(passes) == 4
     trace.write_text("\n".join(trace.read_text().splitlines()[:20]))
-    assert sweep(kept, cells, processes=1)[0].requests == 20
+    assert sweep(kept, cells, processes=1)[0].served.requests == 20
     assert len(passes) == 5
     trace.unlink()
     with pytest.raises(TraceError, match="No such file"):
@@ -136,28 +149,28 @@ def test_a_short_trace_is_read_once_for_all_cells_and_again_when_it_has_changed(
 
 def test_progress_is_in_requests_or_in_runs():
     told: list[tuple[int, int]] = []
-    sweep(WORKLOAD, [Cell(1), Cell(2)], processes=1, progress=lambda *done: told.append(done), run=at_once)
+    run_all(WORKLOAD, [Cell(1), Cell(2)], 1, lambda *done: told.append(done), at_once)
     assert told == [(50, 200), (100, 200), (150, 200), (200, 200)]
     told.clear()
     unknown = WORKLOAD._replace(requests=0)
-    sweep(unknown, [Cell(1), Cell(2)], processes=1, progress=lambda *done: told.append(done), run=at_once)
+    run_all(unknown, [Cell(1), Cell(2)], 1, lambda *done: told.append(done), at_once)
     assert (told[0], told[-1]) == ((0, 2), (2, 2))
 
 
 def test_a_cell_that_fails_is_named():
     named = r"ram=2, ssd=5, policy=lru, ssd_admission=always, hot=0: KeyError: 'lost'"
     with pytest.raises(CellFailed, match=named):
-        sweep(WORKLOAD, [Cell(1), Cell(2, 5)], processes=2, run=wrong)
+        run_all(WORKLOAD, [Cell(1), Cell(2, 5)], 2, None, wrong)
 
 
 def test_what_is_wrong_with_the_trace_is_told_as_it_is():
     with pytest.raises(ValueError, match=r"^the trace, line 3: not JSON$"):
-        sweep(WORKLOAD, [Cell(1)], processes=1, run=refusing)
+        run_all(WORKLOAD, [Cell(1)], 1, None, refusing)
 
 
 def test_a_process_that_is_killed_is_told_of_with_a_remedy():
     with pytest.raises(CellFailed, match="fewer than 2 at a time"):
-        sweep(WORKLOAD, [Cell(1), Cell(2)], processes=2, run=killed)
+        run_all(WORKLOAD, [Cell(1), Cell(2)], 2, None, killed)
 
 
 SCRIPT = """
@@ -166,9 +179,9 @@ from pathlib import Path
 sys.path.insert(0, {root!r})
 from tests.planning.stand_ins import WORKLOAD, never
 from prefixcache.planning.outcome import Cell
-from prefixcache.planning.sweep import sweep
+from prefixcache.planning.sweep import run_all
 if __name__ == "__main__":
-    sweep(WORKLOAD._replace(trace=Path({folder!r})), [Cell(1), Cell(2), Cell(3)], processes=2, run=never)
+    run_all(WORKLOAD._replace(trace=Path({folder!r})), [Cell(1), Cell(2), Cell(3)], 2, None, never)
 """
 
 

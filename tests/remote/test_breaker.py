@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import logging
 
+import pytest
+
+from prefixcache.remote import breaker as module
 from prefixcache.remote.breaker import FAILURES, FIRST_DELAY, LONGEST_DELAY, Breaker
 
 
@@ -14,12 +17,18 @@ class Clock:
         return self.now
 
 
-def opened() -> tuple[Breaker, Clock]:
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    breaker = Breaker("engine", clock)
+    monkeypatch.setattr(module, "monotonic", clock)
+    return clock
+
+
+def opened() -> Breaker:
+    breaker = Breaker("engine")
     for _ in range(FAILURES):
         breaker.failed("refused")
-    return breaker, clock
+    return breaker
 
 
 def test_it_opens_after_failures_in_a_row_only():
@@ -29,11 +38,11 @@ def test_it_opens_after_failures_in_a_row_only():
             breaker.failed("refused")
         breaker.succeeded()
     assert breaker.closed
-    assert not opened()[0].closed
+    assert not opened().closed
 
 
-def test_probes_come_one_at_a_time_and_further_and_further_apart():
-    breaker, clock = opened()
+def test_probes_come_one_at_a_time_and_further_and_further_apart(clock):
+    breaker = opened()
     assert not breaker.takes_probe()
     waits = []
     for _ in range(12):
@@ -49,8 +58,8 @@ def test_probes_come_one_at_a_time_and_further_and_further_apart():
     assert waits[-1] == LONGEST_DELAY
 
 
-def test_the_first_success_closes_it_and_the_delays_begin_anew_when_it_has_worked_for_as_long():
-    breaker, clock = opened()
+def test_the_first_success_closes_it_and_the_delays_begin_anew_when_it_has_worked_for_as_long(clock):
+    breaker = opened()
     for _ in range(4):
         clock.now += 100
         breaker.takes_probe()
@@ -70,9 +79,8 @@ def test_the_first_success_closes_it_and_the_delays_begin_anew_when_it_has_worke
     assert breaker.probe_in() == FIRST_DELAY
 
 
-def test_an_engine_that_answers_questions_and_gives_no_image_is_left_alone():
-    clock = Clock()
-    breaker = Breaker("engine", clock)
+def test_an_engine_that_answers_questions_and_gives_no_image_is_left_alone(clock):
+    breaker = Breaker("engine")
     waits = []
     for _ in range(600):
         clock.now += 1
@@ -98,7 +106,7 @@ def test_questions_that_fail_now_and_then_are_not_in_a_row():
 
 def test_each_change_is_logged_once(caplog):
     caplog.set_level(logging.INFO)
-    breaker, _ = opened()
+    breaker = opened()
     for _ in range(5):
         breaker.failed("timed out")
     breaker.succeeded()

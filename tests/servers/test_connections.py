@@ -213,7 +213,8 @@ def test_when_all_are_being_answered_another_is_told_to_come_back(hurried):
 
 def test_the_oldest_whose_request_has_not_arrived_makes_place():
     pairs = [socket.socketpair() for _ in range(5)]
-    connections, ends = Connections(limit=2), [end for _, end in pairs]
+    connections, ends = Connections(), [end for _, end in pairs]
+    connections.limit = 2
     first, second, third, fourth, fifth = (one for one, _ in pairs)
     assert connections.admit(first)
     connections.arrived(first)

@@ -161,7 +161,7 @@ def test_what_fails_is_said_and_fails_no_request(opened, caplog):
     kept.save_prompt_cache_snapshot([], chunks_of([1] * 256, []), 0, 1, 256)  # of a prompt that it doesn't know
     assert [record.getMessage().split(":")[0] for record in caplog.records] == [
         "a lookup failed",
-        "a prompt was not kept",
+        "a store failed",
     ]
 
 

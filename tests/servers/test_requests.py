@@ -612,7 +612,8 @@ def test_an_image_is_hit_together_with_the_turns_after_it(models, opened):
 
 def test_mlx_s_pool_of_buffers_is_emptied_once_when_nobody_has_asked_for_a_while():
     emptied = []
-    pool = IdlePool(lambda: emptied.append(1))
+    pool = IdlePool()
+    pool._empty = lambda: emptied.append(1)
     for _ in range(3):
         for _ in range(2 * IDLE_POLLS):  # a request comes now and then, or a batch goes on
             pool.count_poll(busy=True)

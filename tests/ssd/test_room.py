@@ -8,6 +8,7 @@ import sqlite3
 import pytest
 
 from prefixcache.byte_sizes import as_setting
+from prefixcache.ssd import ledger
 from prefixcache.ssd.ledger import FREEING_SECONDS, FULL_HOLD_SECONDS, NOISE_BYTES, DiskRoom, is_full
 
 MB = 10**6
@@ -35,10 +36,11 @@ def test_where_deletions_are_free_space_at_once_every_look_counts():
     assert room.ceiling_now(19 * MB, 19 * MB, free=4 * MB) == 18 * MB
 
 
-def test_where_deletions_are_free_space_later_they_are_waited_for():
+def test_where_deletions_are_free_space_later_they_are_waited_for(monkeypatch):
     """Else each look would have as much deleted again, until nothing is left."""
     clock = Clock()
-    room = DiskRoom(5 * MB, clock)
+    monkeypatch.setattr(ledger, "monotonic", clock)
+    room = DiskRoom(5 * MB)
     room.note_deletion(4 * MB, freed=0)
     assert room.ceiling_now(20 * MB, 20 * MB, free=4 * MB) == 19 * MB
     assert room.ceiling_now(19 * MB, 19 * MB, free=4 * MB) == 19 * MB
@@ -55,9 +57,10 @@ def test_a_small_deletion_proves_nothing():
     assert room.ceiling_now(19 * MB, 21 * MB, free=0) == 19 * MB
 
 
-def test_a_quota_holds_for_a_while_or_until_others_make_room():
+def test_a_quota_holds_for_a_while_or_until_others_make_room(monkeypatch):
     clock = Clock()
-    room = DiskRoom(0, clock)
+    monkeypatch.setattr(ledger, "monotonic", clock)
+    room = DiskRoom(0)
     room.note_full(held=20 * MB, free=500 * MB)
     assert room.ceiling_now(20 * MB, 20 * MB, free=500 * MB) == 20 * MB
     assert room.ceiling_now(18 * MB, 18 * MB, free=502 * MB) == 20 * MB  # what it has deleted itself

@@ -33,10 +33,10 @@ def idle_writes(scale: str) -> Iterator[Figure]:
                 for idle in (0, "auto")
             ]
             off, on = runs
-            rates = [int(outcome.hit.sum()) / max(outcome.asked_tokens, 1) for outcome in runs]
-            hours = off.seconds / 3600
+            rates = [int(outcome.served.hit.sum()) / max(outcome.served.asked_tokens, 1) for outcome in runs]
+            hours = off.served.seconds / 3600
             yield Figure(
-                f"written with idle writes: {name}, {off.requests} requests, {hours:.1f} h, RAM {ram // GB} GB, "
+                f"written with idle writes: {name}, {off.served.requests} requests, {hours:.1f} h, RAM {ram // GB} GB, "
                 f"SSD {ssd // GB} GB",
                 f"{on.written_bytes / GB:.2f} GB, {rates[1]:.2%} hit",
                 "",

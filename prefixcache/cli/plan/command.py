@@ -181,7 +181,7 @@ def _simulate(sizes: StateSizes, simulation: TracePlan, assumed: Assumed) -> Fac
                 with_and_without = sweep(workload, [leased, advised], known=known, processes=1, progress=show)
             facts["leases"] = lease_facts(*with_and_without)
     return {
-        "trace": trace_facts(trace, totals, endless.asked, sizes.state.context),
+        "trace": trace_facts(trace, totals, endless.served.asked, sizes.state.context),
         "sizes": facts,
         "fleet": fleet,
     }

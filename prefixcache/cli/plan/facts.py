@@ -17,7 +17,7 @@ from prefixcache.cli.plan.text import settings_of
 from prefixcache.codecs.choice import as_codec
 from prefixcache.codecs.transform.codec import Calibrated, Transform
 from prefixcache.planning import advice
-from prefixcache.planning.advice import Link, Prices, Rates, Served
+from prefixcache.planning.advice import NO_WAIT, Link, Prices, Rates, Served
 from prefixcache.planning.bound import Bound
 from prefixcache.planning.model import ModelState
 from prefixcache.planning.outcome import Cell, CellOutcome, Fleet, FleetOutcome
@@ -222,18 +222,19 @@ def outcome_facts(
     ]
     recommendation = _recommendation(cells, costs, hits, sizes, longest)
     targets = [{"of_possible": share, "cell": advice.cheapest(costs, hits, share * possible)} for share in TARGETS]
-    nothing = np.zeros_like(endless.asked)
+    asked, nothing = endless.served.asked_tokens, np.zeros_like(endless.served.asked)
+    read_by_nobody = endless.served._replace(hot=nothing, read=nothing)
     return {
         "working_set": endless.ram_peak,
         "possible": {
             "hit_rate": endless.hit_rate,
             "hit_tokens": possible,
-            "asked_tokens": endless.asked_tokens,
-            "prefill_seconds": endless.asked_tokens / prefill,
+            "asked_tokens": asked,
+            "prefill_seconds": asked / prefill,
             "prefill_seconds_saved": possible / prefill,
-            "ttft": _ttft(Served(endless.asked, endless.hit, nothing, nothing), per_token, rates[0]),
+            "ttft": _ttft(read_by_nobody, per_token, rates[0]),
         },
-        "without": {"ttft": _ttft(Served(endless.asked, nothing, nothing, nothing), per_token, rates[0])},
+        "without": {"ttft": _ttft(read_by_nobody._replace(hit=nothing), per_token, rates[0])},
         "reading_pays": [advice.reading_pays(per_token, of) for of in rates],
         "cells": cells,
         "front": front,
@@ -246,7 +247,7 @@ def outcome_facts(
 
 def lease_facts(leased: CellOutcome, without: CellOutcome) -> Facts:
     """Return how many tokens a size prefills where each request leases its prompt, and where none does."""
-    prefilled = [outcome.asked_tokens - outcome.hit_tokens for outcome in (leased, without)]
+    prefilled = [outcome.served.asked_tokens - outcome.hit_tokens for outcome in (leased, without)]
     return {
         "seconds": leased.cell.lease,
         "tokens": leased.cell.lease_tokens,
@@ -316,24 +317,24 @@ def _longest_bytes(sizes: StateSizes, longest: int) -> int:
 
 def _cell(o: CellOutcome, possible: int, per_token: float, assumed: Assumed, rates: list[Rates]) -> Facts:
     counts = o._asdict()
-    for name in ("cell", "asked", "hit", "hot", "read"):  # told by another name, or too long
-        del counts[name]
-    worn = advice.wear(o.written_bytes, o.seconds, assumed.tbw)
+    del counts["cell"], counts["served"]  # told by another name, or too long
+    worn = advice.wear(o.written_bytes, o.served.seconds, assumed.tbw)
     return {
         **_hit_facts(o.cell, o),
         "of_possible": min(o.hit_tokens / possible, 1.0) if possible else None,
         "prefill_seconds_saved": o.hit_tokens / assumed.prefill_rate,
-        "ttft": [_ttft(Served(o.asked, o.hit, o.hot, o.read), per_token, of) for of in rates],
+        "ttft": [_ttft(o.served, per_token, of) for of in rates],
         "decode_seconds_saved": o.hot_tokens * per_token / assumed.decode_rate,
         "hot_hits": o.hot_hits,
         "written_bytes_per_day": worn.bytes_per_day,
         "tbw_years": worn.years,
+        **{name: getattr(o.served, name) for name in ("requests", "seconds", "asked_tokens")},
         **counts,
     }
 
 
 def _hit_facts(cell: Cell, o: CellOutcome | FleetOutcome) -> Facts:
-    asked = max(o.asked_tokens, 1)
+    asked = max(o.served.asked_tokens, 1)
     return {
         "ram": cell.ram,
         "ssd": cell.ssd,
@@ -383,35 +384,30 @@ def fleet_facts(
 
 
 def _of_one(o: CellOutcome) -> FleetOutcome:
-    remote: dict[str, Any] = dict.fromkeys(("remote_tokens", *REMOTE_COUNTS), 0)
-    remote |= dict.fromkeys(("remote_read", "trips"), np.zeros_like(o.asked))
-    alike: dict[str, Any] = {
-        n: getattr(o, n)
-        for n in ("asked_tokens", "ram_tokens", "hot_tokens", "ssd_tokens", "asked", "hit", "hot", "read")
-    }
-    return FleetOutcome(fleet=Fleet(o.cell, 1, ""), requests=[o.requests], **alike, **remote)
+    remote = dict.fromkeys(("remote_tokens", *REMOTE_COUNTS), 0)
+    tokens = o.ram_tokens, o.hot_tokens, o.ssd_tokens
+    return FleetOutcome(Fleet(o.cell, 1, ""), o.served, [o.served.requests], *tokens, **remote)
 
 
 def _fleet_row(o: FleetOutcome, per_token: float, link: Link, rates: list[Rates]) -> Facts:
     fleet = o.fleet
-    waiting = advice.seconds_of_remote(o.trips, o.remote_read, link)
     return {
         "machines": fleet.machines,
         **_hit_facts(fleet.cell, o),
         "routing": fleet.routing or None,
         "remote_admission": fleet.remote_admission,
-        "remote_hit_rate": o.remote_tokens / max(o.asked_tokens, 1),
+        "remote_hit_rate": o.remote_tokens / max(o.served.asked_tokens, 1),
         "requests": o.requests,
-        "ttft": [_ttft(Served(o.asked, o.hit, o.hot, o.read), per_token, of, waiting) for of in rates],
+        "ttft": [_ttft(o.served, per_token, of, link) for of in rates],
         "sent_per_reused_token": o.sent_per_reused_token,
-        "trips": int(o.trips.sum()),
+        "trips": int(o.served.trips.sum()),
         **{name: getattr(o, name) for name in REMOTE_COUNTS},
     }
 
 
-def _ttft(served: Served, per_token: float, rates: Rates, waiting: np.ndarray | float = 0.0) -> Facts:
-    """Return the times to first token. `waiting`: seconds of each request beside those of one machine alone."""
-    seconds = advice.times_to_first_token(served, per_token, rates) + waiting
+def _ttft(served: Served, per_token: float, rates: Rates, link: Link = NO_WAIT) -> Facts:
+    """Return the times to first token."""
+    seconds = advice.times_to_first_token(served, per_token, rates, link)
     latency = advice.percentiles(seconds)
     percentiles = latency._asdict() if latency is not None else dict.fromkeys(advice.Latency._fields)
     return {"ssd_rate": rates.ssd, **percentiles, "mean": float(seconds.mean()) if seconds.size else None}

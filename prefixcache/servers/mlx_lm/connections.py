@@ -68,8 +68,8 @@ class Connections:
     Thread-safe: `_lock` guards `_arriving`, which says of each connection whether its request still arrives.
     """
 
-    def __init__(self, limit: int | None = None):
-        self.limit = limit or min(MOST, max(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2, 16))
+    def __init__(self) -> None:
+        self.limit = min(MOST, max(resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2, 16))
         self._lock = threading.Lock()
         self._arriving: OrderedDict[socket.socket, bool] = OrderedDict()
 

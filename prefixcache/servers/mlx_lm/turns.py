@@ -51,8 +51,8 @@ class IdlePool:
     given back to the system, once.
     """
 
-    def __init__(self, empty: Callable[[], None] = mx.clear_cache):
-        self._empty = empty
+    def __init__(self) -> None:
+        self._empty = mx.clear_cache
         self._polls = 0
 
     def count_poll(self, *, busy: bool) -> None:

@@ -7,8 +7,7 @@ Nothing here raises on the way of a request: what can't be kept is left out, wha
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +16,7 @@ from prefixcache.keys import BLOCK
 from prefixcache.media import chunks
 from prefixcache.servers.batch_rows import put_back
 from prefixcache.servers.media_inputs import OF_TOKENS, MediaInputs, Placeholders, media_inputs
-from prefixcache.servers.read_or_compute import ReadOrCompute
+from prefixcache.servers.read_or_compute import ReadOrCompute, quietly
 from prefixcache.tiers.prompt import Prompt
 
 log = logging.getLogger("prefixcache")
@@ -228,12 +227,3 @@ class ServedPrompt:
             cache.store(seen, layers, write_back_from=seen.given_rows.tokens if is_hot else None)
             cache.keep_hot(seen, layers)
         self.prompt = None
-
-
-@contextmanager
-def quietly(what: str) -> Iterator[None]:
-    """Let nothing that fails here go on to the thread that generates."""
-    try:
-        yield
-    except Exception as error:
-        log.warning("%s failed: %s: %s", what, type(error).__name__, error)

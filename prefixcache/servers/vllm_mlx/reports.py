@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 from prefixcache.cache import PrefixCache
+from prefixcache.servers.read_or_compute import quietly
 
 log = logging.getLogger("prefixcache")
 
@@ -62,13 +62,9 @@ class Reports:
             self._hits = self._misses = self._saved = self._rejections = 0
             self._evicted_before = evicted
 
-    @contextmanager
-    def quietly(self, what: str) -> Iterator[None]:
-        """Warn of what fails here, so that it does not go on to the thread that generates."""
-        try:
-            yield
-        except Exception as error:
-            self.warn_once(f"{what} failed: %s: %s", type(error).__name__, error)
+    def quietly(self, what: str) -> AbstractContextManager[None]:
+        """Warn once of what fails here, so that it does not go on to the thread that generates."""
+        return quietly(what, self.warn_once)
 
     def warn_once(self, text: str, *values: Any) -> None:
         with self._lock:
