@@ -76,7 +76,7 @@ class Design:
 
 
 class _GroupDraft(NamedTuple):
-    """A group on its way. `factors` by stream, in the order of the channels; `sample` float32 rows without their mean."""
+    """A group in the making. `factors` by stream, in the order of the channels; `sample` float32 rows without their mean."""
 
     layers: tuple[Layer, ...]
     mean: Array
@@ -100,7 +100,7 @@ class _GroupDraft(NamedTuple):
         return turned
 
     def values(self) -> Array:
-        """Return the sample's along the vectors."""
+        """Return the sample along the vectors."""
         return self.in_metric(self.sample) @ self.vectors.astype(np.float32)
 
     def group(self, tables: Tables) -> LayerGroup:

@@ -105,7 +105,7 @@ class RowCodec(Protocol):
     def encode_blocks(
         self, rows: mx.array, blocks: int, levels: Sequence[Levels], measured_from: Sequence[int], decoded: bool
     ) -> EncodedBlocks:
-        """`encode` of blocks of equally many tokens, rows (heads, blocks * tokens, width).
+        """Encode blocks of equally many tokens, rows (heads, blocks * tokens, width), as `encode` does.
 
         Levels are given by block, or measured, of each block from this row on; of a codec that has none both are empty.
         Codes don't leave the device to be decoded.
@@ -156,7 +156,7 @@ def heads_first(rows: mx.array) -> mx.array:
 
 
 def encode_blocks(codec: RowCodec, rows: mx.array, blocks: int, levels: Levels | None, decoded: bool) -> EncodedBlocks:
-    """`RowCodec.encode_blocks` by the codec's other methods. `levels` are those of heads x blocks."""
+    """Do what `RowCodec.encode_blocks` does, by the codec's other methods. `levels` are those of heads x blocks."""
     sides = side_by_side(rows, blocks)
     planes = codec.encode(sides, levels)
     decoded_rows = codec.decode(planes, len(sides), levels).reshape(rows.shape) if decoded else None

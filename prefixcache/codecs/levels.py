@@ -31,7 +31,7 @@ class PackedLevels(NamedTuple):
 
 
 class LazyLevels(NamedTuple):
-    """The same on MLX's device, (heads, width), lazy: mean bf16 (zeros where rows aren't centred), steps uint8."""
+    """Packed levels on MLX's device, (heads, width), lazy: mean bf16 (zeros where rows aren't centred), steps uint8."""
 
     mean: mx.array
     steps: mx.array
@@ -60,7 +60,7 @@ class Levels:
 
     @cached_property
     def weight(self) -> Array:
-        """float32 (heads, width): 1 / divisor, rounded once."""
+        """Return 1 / divisor, rounded once: float32 (heads, width)."""
         return np.float32(1) / self.divisor
 
     def of(self, first: int, heads: int) -> Levels:

@@ -59,7 +59,7 @@ def set_threads(number: int) -> None:
 
 
 def _after_fork() -> None:
-    """A child has none of its parent's threads, and perhaps a lock that nobody will open."""
+    """Begin anew in a child, which has none of its parent's threads, and perhaps a lock that nobody will open."""
     global _threads
     _threads = _Threads(_threads.most)
 

@@ -93,7 +93,7 @@ class Way(ABC):
 
     @abstractmethod
     def copy(self, group: Group, targets: Sequence[RowTarget]) -> None:
-        """Rows as they are."""
+        """Copy a group's rows as they are."""
 
     @abstractmethod
     def encode(self, group: Group, targets: Sequence[RowTarget]) -> None:

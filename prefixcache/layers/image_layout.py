@@ -43,8 +43,7 @@ LEAST_ROWS = 32  # of a head's recurrent state; what has fewer is a convolution'
 
 
 class Coding(NamedTuple):
-    """A stream of a leaf, and the codec of its rows. `left_raw`: that keeps them as they are where the user's codec is to
-    code."""
+    """A stream of a leaf, and the codec of its rows. `left_raw`: the user's codec codes rows, but not these."""
 
     stream: str
     heads: int
@@ -141,7 +140,7 @@ class Member(NamedTuple):
 
     @property
     def in_group(self) -> slice:
-        """Of the group's heads."""
+        """Return which of the group's heads are its own."""
         return slice(self.head, self.head + self.heads)
 
     def levels_of(self, group: Levels | None) -> Levels | None:
@@ -163,7 +162,7 @@ class Group(NamedTuple):
 
     @property
     def level_names(self) -> tuple[str, ...]:
-        """The tensors of its levels."""
+        """Return the names of the tensors of its levels."""
         return tuple(name for name in (self.mean, self.steps) if name)
 
     def levels(self, tensors: Tensors, member: Member | None = None) -> Levels | None:
@@ -172,7 +171,7 @@ class Group(NamedTuple):
         return Levels.unpacked(packed) if packed is not None else None
 
     def packed_levels(self, tensors: Tensors, heads: slice) -> PackedLevels | None:
-        """Return those of some heads in the image's own numbers."""
+        """Return the levels of some heads in the image's own numbers."""
         if not self.steps:
             return None
         return PackedLevels(tensors[self.mean][heads] if self.mean else None, tensors[self.steps][heads])
@@ -233,7 +232,7 @@ class Section(NamedTuple):
 
     @property
     def names(self) -> list[str]:
-        """The tensors that its rows are in."""
+        """Return the names of the tensors that its rows are in."""
         of_groups = [name for group in self.groups for name in group.names]
         return of_groups + [name for joined in self.joined for name in joined.names]
 

@@ -1,5 +1,5 @@
-"""Codes that the store shares with live caches: are a live cache's those of a plan, with which levels, and a live cache made
-of stored ones. Nothing is encoded here; rows of live codes are decoded for a transform alone.
+"""Codes that the store shares with live caches: whether a live cache's codes are those of a plan, and with which levels; and
+how a live cache is made of stored codes. Nothing is encoded here; rows of live codes are decoded for a transform alone.
 
 The live cache's class is looked up by name: importing it imports mlx-lm, which takes seconds.
 """
@@ -84,7 +84,7 @@ def _behind(first: int, a: int, b: int) -> slice:
 
 
 def _can_be_kept(of_part: Levels, shape: tuple[int, int], centred: bool) -> bool:
-    """Tell whether an image's tensors can say these levels, to the bit."""
+    """Tell whether an image's tensors can keep these levels, to the bit."""
     mean, divisor = of_part.mean, of_part.divisor
     if mean.shape != shape or divisor.shape != shape or not (np.isfinite(divisor).all() and (divisor >= 1).all()):
         return False
@@ -114,8 +114,8 @@ def same(a: Levels | None, b: Levels | None) -> bool:
 
 
 def differing(plan: Plan, leaves: Sequence[Leaf], first: int, last: int, wanted: Sequence[Levels | None]) -> int:
-    """Count of the tokens `first` to `last` (not included) those that a live cache has coded with other levels than an
-    image has, which are `wanted`, by group of `plan.rows`.
+    """Count the tokens from `first` to `last` (not included) that a live cache has coded with other levels than those of an
+    image, which are `wanted`, by group of `plan.rows`.
     """
     most = 0
     for group, of_group in zip(plan.rows.groups, wanted, strict=True):

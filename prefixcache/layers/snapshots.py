@@ -27,7 +27,7 @@ CodecOf = Callable[[Shape, str], RowCodec | None]  # of an array of this shape a
 
 
 class State(NamedTuple):
-    """Snapshot layers, described: JSON with the arrays taken out; and the arrays in order, with what codes their rows."""
+    """Snapshot layers as JSON without their arrays (`described`); and the arrays in order, with the codecs of their rows."""
 
     described: list[Any]
     arrays: list[mx.array]
@@ -35,7 +35,7 @@ class State(NamedTuple):
 
     @property
     def extra(self) -> str:
-        """What the image's header says."""
+        """Return what the image's header says of it."""
         said: dict[str, Any] = {"state": self.described, "dtypes": [name_of(array.dtype) for array in self.arrays]}
         if any(self.codecs):
             coded = zip(self.arrays, self.codecs, strict=True)

@@ -34,12 +34,12 @@ class StoredPrompt:
 
     @property
     def layers(self) -> list[StoredLayer]:
-        """One wrapper a layer, in the model's order."""
+        """Return a wrapper of each layer, in the model's order."""
         return [StoredLayer(self, i) for i in range(len(self.plan.layers))]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the images held, headers included."""
+        """Count the bytes of the images held, headers included."""
         images = [image for block in self.blocks for image in block.images]
         return sum(image.nbytes for image in (*images, self.snapshot) if image is not None)
 
@@ -109,7 +109,7 @@ class StoredLayer:
 
     @property
     def class_name(self) -> str:
-        """Qualified name of the class that went in and will come out."""
+        """Return the qualified name of the class that went in and will come out."""
         return str(self.layout["class"])
 
     @property
@@ -123,7 +123,7 @@ class StoredLayer:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that this layer's rows take in the images, without headers; nothing is evaluated."""
+        """Count the bytes that this layer's rows take in the images, without headers; nothing is evaluated."""
         plan, blocks, total = self._prompt.plan, self._prompt.blocks, 0
         leaves = [i for i, layer in enumerate(plan.layer_of) if layer == self._index]
         images = [block.tensors for block in blocks] + [image.tensors for block in blocks for image in block.windows]

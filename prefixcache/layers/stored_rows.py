@@ -47,7 +47,7 @@ class Block:
 
     @cached_property
     def tensors(self) -> Tensors:
-        """The tensors of its rows image."""
+        """Return the tensors of its rows image."""
         return self.rows.tensors()
 
 
@@ -61,8 +61,8 @@ class DecodedBeginning(NamedTuple):
 
 
 class WindowRuns(NamedTuple):
-    """The runs that a window's rows are in: of unfinished blocks, and of whole ones; of those the ones that stand as they are
-    beside their codes, there, and all others.
+    """The runs of rows of one window: `tails` in images of unfinished blocks, `whole` in those of whole blocks. Of the whole
+    ones, `sunk` are those whose rows also stand as they are, at that place; `coded` are all others.
     """
 
     tails: list[RowRun]
@@ -139,7 +139,7 @@ class StoredRows:
 
     @cached_property
     def _coded_runs(self) -> tuple[list[RowRun], list[RowRun]]:
-        """The runs of all tokens whose rows are coded, and those whose are not."""
+        """Return the runs of tokens whose rows are coded, and the runs of all other tokens."""
         runs = self.leading(0, self.tokens)
         return [run for run in runs if run.coded], [run for run in runs if not run.coded]
 
@@ -219,8 +219,8 @@ class StoredRows:
 
 
 class JoinedRows:
-    """Rows of a section's joined streams in coded runs, whose buffers begin with token `first`'s. What is joined is decoded
-    together, in the order `asked`, and kept until streams of others are asked for.
+    """Rows of a section's joined streams in coded runs, for buffers that begin with token `first`. A group of joined streams
+    is decoded at once, in the order `asked`, and kept until streams of another group are asked for.
     """
 
     def __init__(self, section: Section, runs: Sequence[RowRun], first: int, asked: Sequence[int]):

@@ -23,7 +23,7 @@ from prefixcache.layers.write_back import decoded_rows
 
 
 class Compared(NamedTuple):
-    """Of one stream, for tokens `first` and on of a block: whether the live row is what the stored one decodes to."""
+    """Whether one stream's live row is what the stored row decodes to, for each token of a block from `first` on."""
 
     first: int
     alike: mx.array
@@ -48,8 +48,8 @@ def leading_rows(plan: Plan, leaves: Sequence[Leaf], start: int, tensors: Tensor
 def leading_window(
     plan: Plan, leaves: Sequence[Leaf], start: int, tensors: Tensors, stored: Sequence[int], shared: Sequence[int]
 ) -> int:
-    """Count the same of a window image that has the tokens in the masks `stored`, one for each window; those in
-    `shared` count.
+    """Do as `leading_rows` with a window image, which has the tokens in the masks `stored`, one for each window. Only the
+    tokens in `shared` are compared.
     """
     compared = _compared_windows(plan, leaves, start, tensors, stored, shared)
     return _leading(compared, max(mask.bit_length() for mask in shared))
@@ -127,7 +127,7 @@ def _alike(live: mx.array, stored: mx.array) -> mx.array:
 def _same_codes(
     group: Group, member: Member, codes: LiveCodes, start: int, tensors: Tensors, run: TokenRun
 ) -> mx.array:
-    """Tell, of a live cache that has codes itself, whether these are the stored ones, of the same levels."""
+    """Tell for each token whether the codes of a live cache are the stored ones, with the same levels."""
     first, last, of_image = start + run.first, start + run.last, group.levels(tensors, member)
     alike = np.ones(last - first, bool)
     for name, plane in zip(group.names, codes.planes(member.stream), strict=True):

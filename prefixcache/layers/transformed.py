@@ -58,8 +58,9 @@ class TailRows(NamedTuple):
 
 
 class RowsToCode(NamedTuple):
-    """Those of a block's rows that are still to be coded in one group: `first` to `last`, of which the first `skip` are kept
-    elsewhere. `taken`: codes of others of the block's rows. They are in `tail`, or in live leaves.
+    """Rows of a block that are still to be coded for one group, of tokens `first` to `last` (not included). The first `skip`
+    of them are kept elsewhere and get no codes. `taken` are codes of other rows of the block. The rows are in `tail`, or in
+    live leaves.
     """
 
     first: int
@@ -110,7 +111,7 @@ def _uncoded(joined: Joined, block: BlockRows, sinks: int) -> RowsToCode:
 
 
 def one_after_another(codes: Sequence[Codes]) -> Codes:
-    """Return codes of a block's rows as one, with the offsets of the first."""
+    """Join codes of a block's rows, which keep the offsets of the first codes."""
     if len(codes) == 1:
         return codes[0]
     heads, words = (np.concatenate(arrays) for arrays in zip(*((of.heads, of.words) for of in codes), strict=True))
@@ -208,7 +209,9 @@ class Stretch(NamedTuple):
 
 
 class DecodedGroup(NamedTuple):
-    """Decoded rows of blocks, in their order. `wrong`: what `check` looks at, of each row; None: nothing is."""
+    """Decoded rows of `blocks`, each a first token and a number of rows. `wrong` says of each row, for `check`, what is wrong
+    with it; None where nothing can be.
+    """
 
     stretches: list[Stretch]
     blocks: list[tuple[int, int]]
@@ -227,14 +230,14 @@ class DecodedGroup(NamedTuple):
 
 
 class CodedBlocks(NamedTuple):
-    """Codes of a group of layers, of blocks, each from a token on."""
+    """The codes of a group of layers, block by block, each with the token of its first row."""
 
     joined: Joined
     blocks: Sequence[tuple[int, Codes]]
 
 
 def decode_joined(groups: Sequence[CodedBlocks]) -> Iterator[DecodedGroup]:
-    """Decode the rows of groups' blocks, which are the same ones. DamagedBlock for codes that no encoder wrote; on a GPU
+    """Decode the rows of groups of layers, all of the same blocks. DamagedBlock for codes that no encoder wrote; on a GPU
     those are seen when `DecodedGroup.check` is called. There groups are decoded together, as many as there is room for.
     """
     counts = [(start, len(codes.heads)) for start, codes in groups[0].blocks]

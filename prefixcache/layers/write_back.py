@@ -29,9 +29,8 @@ def decoded_rows(group: Group, member: Member, rows: slice, tensors: Tensors) ->
 
 
 class WriteBack:
-    """Decoded rows of whole blocks for the live cache whose leaves these are; none of blocks before that of token `since`.
-
-    What is added is put into the live cache by `apply`.
+    """Collects decoded rows of whole blocks, from the block of token `since` on, for the live cache that has these leaves.
+    `apply` puts them there.
     """
 
     def __init__(self, plan: Plan, leaves: Sequence[Leaf], since: int, limit: int):
@@ -58,7 +57,7 @@ class WriteBack:
             self.add(member, first, decoded_rows(group, member, rows, tensors), exact)
 
     def decode_section(self, section: Section, first: int, tensors: Tensors, rows: slice) -> None:
-        """Do the same for all of a section's streams. Of sinks those are added that stand as they are, not their codes."""
+        """Add these rows of all streams of a section; of sinks those that stand as they are, not their codes."""
         for group in section.groups:
             exact = 0 if isinstance(group.codec, RawRows) else self._plan.sink_tokens
             for member in group.members:
@@ -66,7 +65,7 @@ class WriteBack:
                     self.decode_rows(group, member, first, rows, tensors, exact)
 
     def decode_window(self, start: int, tensors: Tensors, mask: tuple[int, ...]) -> None:
-        """Add what a block's window image has of the tokens that the live cache holds, but of transformed layers."""
+        """Add the rows of a block's window image whose tokens the live cache holds, except those of transformed layers."""
         plan, sunk = self._plan, self._plan.sunk(start)
         for w, section in enumerate(plan.windowed):
             present = mask[w] & held_mask(self._held[w], start, plan.windows[w].keep, self._limit)
@@ -77,7 +76,7 @@ class WriteBack:
                 self.decode_section(plan.window_sinks[w], start + first, tensors, rows)
 
     def decode_joined(self, images: Sequence[tuple[int, Tensors]]) -> None:
-        """Add what rows images of whole blocks, each of a block from a token on, have of transformed layers."""
+        """Add the rows of transformed layers in rows images of whole blocks, each given with its first token."""
         self._decode(
             [
                 CodedBlocks(joined, [(start, codes_of(joined, tensors, slice(0, BLOCK))) for start, tensors in images])
@@ -86,8 +85,8 @@ class WriteBack:
         )
 
     def decode_joined_windows(self, images: Sequence[tuple[int, Tensors, tuple[int, ...]]]) -> None:
-        """Add what window images of whole blocks, each of a block from a token on and with its masks, have of transformed
-        layers and of the tokens that the live cache holds.
+        """Add the rows of transformed layers in window images of whole blocks, each given with its block's first token and
+        its masks, as far as the live cache holds their tokens.
         """
         for w, window in enumerate(self._plan.windows):
             blocks = []
@@ -97,7 +96,7 @@ class WriteBack:
             self._decode(coded_window(self._plan.windowed[w], blocks))
 
     def _decode(self, groups: Sequence[CodedBlocks]) -> None:
-        """Add the rows of groups' blocks, but of those before `since`, and of live caches that have codes."""
+        """Add the rows of these blocks, except those before `since`, and those of live caches that have codes."""
         coded = [
             of._replace(
                 blocks=[(token, codes) for token, codes in of.blocks if token - token % BLOCK + BLOCK > self.since]

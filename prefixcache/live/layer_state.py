@@ -71,7 +71,7 @@ class LayerState:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all buffers, slack included, and levels. Nothing is evaluated."""
+        """Count the bytes of all buffers, slack included, and levels. Nothing is evaluated."""
         levels = [part for levels in self.levels_in_use() for part in levels if part is not None]
         return sum(array.nbytes for array in self.arrays()) + sum(2 * part.mean.nbytes for part in levels)
 

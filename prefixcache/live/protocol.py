@@ -1,9 +1,11 @@
-"""What mlx-lm asks of every cache of codes, of one sequence or of many. What differs is in `live.turboquant`."""
+"""What mlx-lm asks of every cache of codes, of one sequence or of many (what differs is in `live.turboquant`), and what such
+a cache gives a model in the place of keys and values.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import mlx.core as mx
 
@@ -12,8 +14,7 @@ from prefixcache.codecs.turboquant.coding import Choice, LayerRows
 from prefixcache.live.attention import attend, plain
 from prefixcache.live.decoding import decoded_heads
 from prefixcache.live.layer import CodedLayer
-from prefixcache.live.stand_in import CodesStandIn
-from prefixcache.upstream import hook_attention
+from prefixcache.upstream import attention_is_hooked, hook_attention
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -45,15 +46,15 @@ class LiveCache:
 
     @property
     def bits(self) -> int:
-        """Bits of keys, where codes are what is fetched: mlx-lm's own function, while it isn't hooked, then takes its
-        quantised way, and what it meets says what to do."""
+        """Return the bits of keys where codes are fetched. mlx-lm's own attention, while it isn't hooked, then takes its
+        quantised way, and the stand-in that it meets there says what to do."""
         if self._layer.waiting is not None:
             raise AttributeError("bits")
         return self._layer.choice.key_bits
 
     @property
     def group_size(self) -> int:
-        """Beside `bits`."""
+        """Return what mlx-lm asks for beside `bits`."""
         return self._layer.known_kind().key_width
 
     def size(self) -> int:
@@ -65,8 +66,8 @@ class LiveCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes and scales, the buffers' room to grow included, of rows kept as they are, and of levels. Nothing
-        is evaluated."""
+        """Count the bytes of codes and scales, the buffers' room to grow included, of rows kept as they are, and of levels.
+        Nothing is evaluated."""
         return self._layer.nbytes
 
     def is_trimmable(self) -> bool:
@@ -74,7 +75,7 @@ class LiveCache:
 
     @property
     def meta_state(self) -> str:
-        """Nothing: `state` says all."""
+        """Return nothing: `state` says all."""
         return ""
 
     @meta_state.setter
@@ -99,7 +100,7 @@ class LiveCache:
         return cache
 
     def _adopt(self, layer: CodedLayer) -> None:
-        """Be this layer's cache."""
+        """Become the cache of this layer."""
         self._layer = layer
 
     def copy(self) -> Self:
@@ -119,10 +120,66 @@ class LiveCache:
 
     @property
     def choice(self) -> Choice:
-        """How rows are coded: bits, levelling, sink_tokens, seed, recent_tokens."""
+        """Return how rows are coded: bits, levelling, sink_tokens, seed, recent_tokens."""
         return self._layer.choice
 
     @property
     def kind(self) -> LayerRows | None:
-        """Heads, widths and dtype of the rows; None before the first."""
+        """Return heads, widths and dtype of the rows; None before the first."""
         return self._layer.kind
+
+
+class CodesStandIn:
+    """What `update_and_fetch` returns in place of keys or values: their shape and dtype, but no array.
+
+    The cache that made it attends to it, through the hook. Any other use raises TypeError.
+    """
+
+    def __init__(self, cache: Any, shape: tuple[int, ...], dtype: Any):
+        self._cache, self.shape, self.dtype = cache, shape, dtype
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def _refuse(self, use: str) -> NoReturn:
+        why = (
+            "mlx-lm's attention was unhooked (call prefixcache.upstream.hook_attention())"
+            if not attention_is_hooked()
+            else "this model works on fetched keys or values itself"
+        )
+        raise TypeError(
+            f"{type(self._cache).__name__} keeps codes, and {use} asks for an array: {why}. "
+            "Call dequantize() on it, or keep this model's caches plain"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name != "__mlx_array__":
+            raise AttributeError(name)
+        self._refuse(f".{name}")
+
+    def __getitem__(self, index: Any) -> NoReturn:
+        self._refuse("[...]")
+
+    def __iter__(self) -> NoReturn:
+        self._refuse("iteration")
+
+    def __len__(self) -> NoReturn:
+        self._refuse("len()")
+
+    def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        self._refuse("NumPy")
+
+
+def _refusing(name: str) -> Any:
+    def operator(self: CodesStandIn, *others: Any) -> NoReturn:
+        self._refuse(name)
+
+    return operator
+
+
+for _name in "add sub mul matmul truediv pow and or xor lshift rshift mod floordiv".split():  # noqa: SIM905
+    for _form in (f"__{_name}__", f"__r{_name}__"):
+        setattr(CodesStandIn, _form, _refusing(_form))
+for _name in ("neg", "abs", "invert", "bool", "float", "int", "lt", "le", "gt", "ge"):
+    setattr(CodesStandIn, f"__{_name}__", _refusing(f"__{_name}__"))

@@ -55,7 +55,7 @@ class TurboQuantKVCache(LiveCache):
     # -- mlx-lm's protocol --------------------------------------------------------------------------------------------
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
-        """Rows (B, heads, L, width) of one float dtype, coded and kept. Returns what stands for all keys and values: views
+        """Code and keep rows (B, heads, L, width) of one float dtype. Return what stands for all keys and values: stand-ins
         that this cache's attention knows, or arrays where rows wait.
 
         ValueError for rows of other heads, widths, dtype or batch size than those that are held.
@@ -65,7 +65,7 @@ class TurboQuantKVCache(LiveCache):
 
     @property
     def offset(self) -> int:
-        """Tokens held."""
+        """Return how many tokens are held."""
         return self._layer.rows
 
     def trim(self, n: int) -> int:
@@ -78,7 +78,7 @@ class TurboQuantKVCache(LiveCache):
 
     @property
     def state(self) -> list[mx.array]:
-        """All of it as arrays, the first of which says what the others are: to evaluate, to save, for `from_state`."""
+        """Return all of it as arrays, of which the first describes the others: to evaluate, to save, for `from_state`."""
         return described(self._layer)
 
     @state.setter
@@ -155,7 +155,7 @@ class BatchTurboQuantKVCache(LiveCache):
         hook_attention()
 
     def _adopt(self, layer: CodedLayer, right: Sequence[int] | None = None) -> None:
-        """Be this layer's cache. `right`: each sequence's padding on the right, until `finalize`."""
+        """Become the cache of this layer. `right`: each sequence's padding on the right, until `finalize`."""
         self._layer = layer
         self._right = list(right) if right is not None else None
         self._place()
@@ -168,7 +168,7 @@ class BatchTurboQuantKVCache(LiveCache):
     # -- mlx-lm's protocol --------------------------------------------------------------------------------------------
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
-        """Rows (B, heads, L, width) of one float dtype; see `TurboQuantKVCache.update_and_fetch`."""
+        """Code and keep rows (B, heads, L, width); see `TurboQuantKVCache.update_and_fetch`."""
         if keys.shape[0] != self._layer.batch:
             raise ValueError(
                 f"rows of {keys.shape[0]} sequences for a cache of {self._layer.batch}: batch sizes must match"
@@ -261,7 +261,7 @@ class BatchTurboQuantKVCache(LiveCache):
 
     @property
     def state(self) -> list[mx.array]:
-        """All of it as arrays, the first of which says what the others are."""
+        """Return the whole batch as arrays, of which the first describes the others."""
         return described(self._layer, right=self._right)
 
     @state.setter

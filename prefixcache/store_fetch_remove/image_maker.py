@@ -43,11 +43,11 @@ class Maker(Protocol):
     state: State | None
     """The recurrent state to keep, if any."""
     has_codes: bool
-    """Whether rows are coded already; a tail's too are then left so: to decode them would be to code them twice."""
+    """Whether rows are coded already; those of a tail are then left so, too: to decode them would be to code them twice."""
     since: int | None
     """The token from whose block on decoded rows go back into the live cache, and the state; None: nothing does."""
     is_written_back: bool
-    """Whether, so far, all rows of whole blocks and all recurrent state as they are kept went back."""
+    """Whether all rows of whole blocks and all recurrent state that were kept so far went back, as they are kept."""
     recoded: int
     """Tokens so far whose codes were not taken over, because their levels were others."""
     not_finite: NotFinite | None

@@ -55,15 +55,15 @@ class ImageJob(NamedTuple):
 
     @property
     def length(self) -> int:
-        """The number of its tokens."""
+        """Count its tokens."""
         return len(self.tokens) // TOKEN_BYTES
 
     @property
     def end(self) -> int:
-        """The token behind its last one."""
+        """Return the token behind its last one."""
         return self.start + self.length
 
     def cost(self, slot_bytes: int) -> int:
-        """RAM that the job takes, its place in the tree included, where a slot takes `slot_bytes`."""
+        """Return the RAM that the job takes, its place in the tree included, where a slot takes `slot_bytes`."""
         node = NODE_BYTES + len(self.tokens) if self.kind == ROWS else 0  # a known one may have left by then
         return self.blueprint.nbytes + slot_bytes + node + (len(self.tokens) if self.kind == SNAPSHOT else 0)

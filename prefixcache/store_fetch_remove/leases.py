@@ -48,8 +48,8 @@ class LeaseTotals(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Lease:
-    """`slots`: what a hit of so many `tokens` reads, tail first; `ends`: those that no other of them depends on. `until`: of
-    the clock.
+    """`slots` are what a hit of so many `tokens` reads, tail first; `ends` are the slots that no other of them depends on.
+    `until` is a time of the clock.
     """
 
     root: bytes
@@ -177,8 +177,8 @@ class Leases:
     # -- over a restart and a crash -----------------------------------------------------------------------------------
 
     def outlast(self, ssd: Ssd) -> None:
-        """Begin the leases that an SSD's note tells of, and from now on leave it a note of each change. Only what time or
-        the last image ends is told of on: `restore` passes over it.
+        """Begin the leases that an SSD's note tells of, and from now on leave it a note of each change. A lease that ends
+        with its time or its last image changes no note: `restore` passes over it.
         """
         with self._storage.lock:
             is_new = bool(self._leases)  # given while the disk was awaited

@@ -82,7 +82,7 @@ class Namespaces:
                 self._root(model, of_model, layout, salt)
 
     def known(self, model: str, salt: bytes) -> list[Namespace]:
-        """Those of a model and a salt: one for each of its codecs, in their order, and each layout its caches have had."""
+        """Return those of a model and a salt: for each of its codecs, in order, and each layout of its caches one."""
         codecs = self._codecs_of(model)
         with self._storage.lock:
             found = []
@@ -215,7 +215,7 @@ class Namespaces:
 
 
 def reserve_basis(storage: Storage, basis: Basis, taken: int) -> Reservation | None:
-    """RAM for a basis, beside the `taken` bytes of others; None where it would take more than a basis's share."""
+    """Reserve RAM for a basis, beside the `taken` bytes of others; None where bases would take more than their share."""
     if taken + basis.nbytes > storage.ram.configured // BASES_SHARE:
         return None
     return storage.ram.reserve(basis.nbytes)

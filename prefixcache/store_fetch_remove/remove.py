@@ -88,8 +88,8 @@ def _remove_blocks(storage: Storage, node: Node) -> int:
 
 
 def _remove_unindexed(storage: Storage, tier: TierInGraph, prompt: Prompt, namespace: Namespace) -> int:
-    """Remove the same of what a tier has and the graph doesn't, for want of RAM: the state at the prompt's end, and blocks,
-    the last one first.
+    """Remove what a tier has of a prompt and the graph lacks for want of RAM: the state at the prompt's end, and blocks, the
+    last one first.
     """
     if not tier.unindexed:
         return 0

@@ -49,7 +49,7 @@ Masks = tuple[int, ...]  # of each window of the namespace
 
 
 class KnownBlock(NamedTuple):
-    """The node that has all tokens of a block, or None, and whose codes are taken over for its rows."""
+    """A block of the prompt in the graph: the `node` that has all of its tokens, or None; and the `source` of its codes."""
 
     node: Node | None = None
     source: CodeSource = NO_SOURCE
@@ -94,7 +94,7 @@ class StoreCall:
 
     @property
     def not_finite(self) -> NotFinite | None:
-        """Where the state was found to hold NaN or infinity."""
+        """Return where the state was found to hold NaN or infinity."""
         return self._maker.not_finite
 
     def run(self) -> Stored:

@@ -68,9 +68,9 @@ class PromptTerms:
 
 @dataclass
 class GivenRows:
-    """Of how many leading tokens the caller's layers have the rows that a fetch gives: those of a hit, and those that stores
-    wrote back since. `state`: behind how many tokens they have the recurrent state that a fetch gives. `codec` (JSON): that
-    of the namespace that gave them.
+    """How many leading `tokens` have in the caller's layers the very rows that a fetch gives: those of a hit, and those that
+    stores wrote back since. `state` is the number of tokens behind which the layers have the recurrent state that a fetch
+    gives, `codec` (JSON) that of the namespace that gave the rows.
     """
 
     tokens: int = 0
@@ -78,8 +78,8 @@ class GivenRows:
     codec: str = ""
 
     def turn_to(self, codec: str) -> int:
-        """Go on with a namespace of this codec. Return of how many tokens one of another codec gave the rows: this one gives
-        others, so it has given none yet.
+        """Go on with a namespace of this codec. Return how many tokens have rows that a namespace of another codec gave: this
+        one gives other rows, so it has given none yet.
         """
         others = self.tokens if self.codec not in ("", codec) else 0
         if others:
@@ -322,7 +322,7 @@ def take_hit(storage: Storage, prompt: Prompt, leave: int) -> Hit | None:
 
 
 def note_use(slots: Iterable[Slot], session: str) -> None:
-    """Note that a request of a session ("" of none) used these: another's are nobody's alone from now on."""
+    """Note that a request of a session ("" of none) used these slots: those of another session belong to none from now on."""
     for slot in slots:
         if slot.session != session:
             slot.session = ""
@@ -354,6 +354,6 @@ def count_hit(storage: Storage, prompt: Prompt, depth: int, hot: int = 0) -> Non
 
 
 def _is_coded(namespace: Namespace, tail: Node) -> bool:
-    """Only live caches store coded tails. False for one below RAM, which can't be told without reading it."""
+    """Tell whether a tail is coded, as live caches store it. False for one below RAM, which isn't read for that."""
     assert tail.rows is not None
     return tail.rows.image is not None and namespace.plan.is_coded(tail.rows.image.tensors())

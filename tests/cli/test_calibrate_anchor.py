@@ -14,10 +14,11 @@ import pytest
 from prefixcache.calibration import design, texts
 from prefixcache.calibration.statistics import SINKS, Collection, Statistics, collect
 from prefixcache.cli.calibrate import anchor
-from prefixcache.cli.calibrate.anchor import Texts, anchored, line_through, texts_of
+from prefixcache.cli.calibrate.anchor import anchored, line_through, texts_of
 from prefixcache.cli.calibrate.making import _groups, _windows
 from prefixcache.cli.calibrate.options import Calibration
 from prefixcache.cli.evaluate.measuring import Subject, load
+from prefixcache.cli.evaluate.texts import Excerpts
 from prefixcache.cli.evaluate.trials import NotRestored, Reference, begun, read_on
 from prefixcache.codecs import Transform
 from prefixcache.codecs.transform import bases
@@ -40,7 +41,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def tiny(small: Path) -> tuple[Subject, Statistics, Texts]:
+def tiny(small: Path) -> tuple[Subject, Statistics, Excerpts]:
     job = Calibration(str(small), texts=(TEXT,), windows=2, tokens=320, draws=2)
     subject = load(job.model)
     read, held_back = _windows(job, subject)
@@ -49,7 +50,7 @@ def tiny(small: Path) -> tuple[Subject, Statistics, Texts]:
     return subject, statistics, texts_of(held_back, read[0])
 
 
-def by_guess(tiny: tuple[Subject, Statistics, Texts], folder: Path, factor: float = 1.0) -> bytes:
+def by_guess(tiny: tuple[Subject, Statistics, Excerpts], folder: Path, factor: float = 1.0) -> bytes:
     """The basis that a first guess so many times as wide leads to."""
     subject, statistics, unseen = tiny
     with pytest.MonkeyPatch.context() as patched:
@@ -60,16 +61,16 @@ def by_guess(tiny: tuple[Subject, Statistics, Texts], folder: Path, factor: floa
 
 
 @pytest.fixture(scope="module")
-def usual(tiny: tuple[Subject, Statistics, Texts], tmp_path_factory: pytest.TempPathFactory) -> bytes:
+def usual(tiny: tuple[Subject, Statistics, Excerpts], tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return by_guess(tiny, tmp_path_factory.mktemp("usual"))
 
 
-def unanchored(tiny: tuple[Subject, Statistics, Texts]) -> bytes:
+def unanchored(tiny: tuple[Subject, Statistics, Excerpts]) -> bytes:
     subject, statistics, _ = tiny
     return design.design(statistics, subject.identity, "", SINKS)
 
 
-def remeasured(subject: Subject, unseen: Texts, basis: bytes, folder: Path) -> float:
+def remeasured(subject: Subject, unseen: Excerpts, basis: bytes, folder: Path) -> float:
     """KL at quality 4, by the basis as it was written."""
     nbytes = bases.Bases(folder).of_hash(bases.Bases(folder).save(basis).stem[-32:]).nbytes
     reference = Reference(subject.model)

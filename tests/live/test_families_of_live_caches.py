@@ -17,7 +17,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from prefixcache.live import families
 from prefixcache.live.families import EXCLUDED, SUPPORTED, UNLESS, check
-from prefixcache.live.stand_in import CodesStandIn
+from prefixcache.live.protocol import CodesStandIn
 from prefixcache.upstream import hook_attention
 from tests.models.families import BASE, DELTA, FAMILIES, MLA, MLX_LM_0_31, MOE, SLIDING
 

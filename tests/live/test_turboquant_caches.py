@@ -17,7 +17,7 @@ from prefixcache.live import BatchTurboQuantKVCache, SharedLevels, TurboQuantKVC
 from prefixcache.live import layer as live_layer
 from prefixcache.live import levels as live_levels
 from prefixcache.live.attention import coded_parts
-from prefixcache.live.stand_in import CodesStandIn
+from prefixcache.live.protocol import CodesStandIn
 from tests.inside import layer_of
 from tests.live.generating import alone, check_logprobs, drive, feed
 from tests.models.families import FAMILIES

@@ -19,7 +19,7 @@ import numpy as np
 
 from prefixcache.calibration.design import Design, Designed
 from prefixcache.cli.evaluate.measuring import Subject
-from prefixcache.cli.evaluate.texts import Excerpt
+from prefixcache.cli.evaluate.texts import Excerpt, Excerpts
 from prefixcache.cli.evaluate.trials import NotRestored, Reference, begun, read_on
 from prefixcache.codecs import Codec, Transform, TurboQuant
 from prefixcache.codecs.transform.bases import Bases
@@ -41,19 +41,12 @@ FLATTEST = -0.5  # of ln KL by quality, which is about -2 ln 2: a curve that fal
 Progress = Callable[[int, int], None]  # windows measured, of how many
 
 
-class Texts(NamedTuple):
-    """Windows that a basis has not seen, and another one, which is stored before them."""
-
-    windows: list[Excerpt]
-    first: list[int]
-
-
-def texts_of(held_back: Sequence[Sequence[int]], other: Sequence[int]) -> Texts:
-    """Cut windows: of each whole blocks are stored, and what follows is read, some CONTINUATION tokens. Windows that are
-    too short for that are left out.
+def texts_of(held_back: Sequence[Sequence[int]], other: Sequence[int]) -> Excerpts:
+    """Cut windows that a basis has not seen: whole blocks of each are stored, and some CONTINUATION tokens behind them are
+    read. Windows that are too short for that are left out. The `other` one is stored before them.
     """
     windows = [window for tokens in held_back if (window := _cut(list(tokens))) is not None]
-    return Texts(windows, list(other))
+    return Excerpts(list(other), windows)
 
 
 def _cut(tokens: list[int]) -> Excerpt | None:
@@ -63,7 +56,7 @@ def _cut(tokens: list[int]) -> Excerpt | None:
     return Excerpt(tokens[:prefix], inputs[: len(targets)], targets) if targets else None
 
 
-def anchored(design: Design, subject: Subject, texts: Texts, folder: Path, progress: Progress) -> bytes:
+def anchored(design: Design, subject: Subject, texts: Excerpts, folder: Path, progress: Progress) -> bytes:
     """Return the bytes of a design's basis whose quality 4 has the KL of turboquant:4 on these texts, as nearly as can be
     found: the basis says how nearly. Those that are tried are in `folder`, which is emptied first and goes in the end.
     """
@@ -117,7 +110,7 @@ def line_through(around: Sequence[float]) -> FittedLine | None:
 class _Measure:
     """KL of the next token, by codec: the mean over the windows, in nats."""
 
-    def __init__(self, subject: Subject, texts: Texts, folder: Path, progress: Progress):
+    def __init__(self, subject: Subject, texts: Excerpts, folder: Path, progress: Progress):
         self._subject, self._texts, self._folder, self._progress = subject, texts, folder, progress
         self._passes = 0
 

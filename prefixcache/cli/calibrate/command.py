@@ -55,7 +55,7 @@ def calibrate(
         from prefixcache.cli.calibrate.making import Resumable, make
         from prefixcache.cli.calibrate.report import facts, screen
 
-        _check(folder, job.adapter)
+        _check_writable(folder)
         try:
             with bar("loading the model") as show:
                 calibrated = make(job, folder, show)
@@ -80,10 +80,8 @@ def _list(folder: Path, *, as_json: bool) -> None:
     raise typer.Exit(1 if any(file["error"] for file in listed["bases"]) else 0)
 
 
-def _check(folder: Path, adapter: str | None) -> None:
-    """Raise Refused where the basis couldn't be written, or there is no adapter: the model takes a while to load."""
-    if adapter is not None and not Path(adapter).expanduser().is_dir():
-        raise Refused(f"--adapter-path {adapter}: no such folder; give the one that mlx_lm.lora wrote")
+def _check_writable(folder: Path) -> None:
+    """Raise Refused where the basis couldn't be written: the model takes a while to load."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

@@ -27,7 +27,7 @@ from prefixcache.cli.evaluate.texts import opening_of
 from prefixcache.cli.text import Refused
 from prefixcache.codecs.transform.bases import Bases
 from prefixcache.codecs.transform.basis import Basis, BasisError
-from prefixcache.codecs.transform.layer import Layer, grouped
+from prefixcache.codecs.transform.layer import GroupedLayers, grouped
 
 VERSION = 2  # of how a basis is made: another one is not found again
 HELD_BACK = 8  # windows beside those that a basis is made of, or as many as those
@@ -115,16 +115,9 @@ def _windows(job: Calibration, subject: Subject) -> Windows:
         raise Refused(str(error)) from error
 
 
-class LayerGroups(NamedTuple):
-    """Groups of layers whose channels are joined, and why other layers are in none, by index."""
-
-    groups: list[list[Layer]]
-    left_out: dict[int, str]
-
-
-def _groups(job: Calibration, model: nn.Module) -> LayerGroups:
-    """Return groups of layers, of the model cast where the job says so; and why other layers are in no group. Refused
-    where all are others. What is joined is by the dtypes that the model is served with.
+def _groups(job: Calibration, model: nn.Module) -> GroupedLayers:
+    """Return the groups of layers, of the model cast where the job says so. Layers are joined by the dtypes that the model is
+    served with. Refused where no layer is in a group.
     """
     layers, left_out = eligible_layers(model)
     groups, too_wide = grouped(layers)
@@ -138,7 +131,7 @@ def _groups(job: Calibration, model: nn.Module) -> LayerGroups:
         raise Refused(
             f"{job.model}: no layer can be transformed ({reasons(left_out)}); serve it with --codec turboquant"
         )
-    return LayerGroups(groups, left_out)
+    return GroupedLayers(groups, left_out)
 
 
 def _described(job: Calibration, read: Windows) -> str:

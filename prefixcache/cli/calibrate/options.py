@@ -36,7 +36,7 @@ class Calibration:
 
     @property
     def fisher_windows(self) -> int:
-        """Windows in which gradients are drawn: evenly many in each, and `draws` at least in all."""
+        """Return in how many windows gradients are drawn: evenly many in each, and `draws` at least in all."""
         return min(self.windows, -(-self.draws // DRAWS))
 
     @property

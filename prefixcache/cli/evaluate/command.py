@@ -11,10 +11,10 @@ from typing import Annotated
 
 import typer
 
-from prefixcache.cli.evaluate.options import EvaluatedModel, EvaluationOutput, EvaluationSize
+from prefixcache.cli.evaluate.options import EvaluatedModel, EvaluationSize
 from prefixcache.cli.evaluate.report import as_markdown, screen
 from prefixcache.cli.evaluate.texts import default_text, read_texts
-from prefixcache.cli.options import with_options
+from prefixcache.cli.options import AsJson, with_options
 from prefixcache.cli.progress import bar
 from prefixcache.cli.text import Refused, console, print_json, refusing
 
@@ -26,7 +26,8 @@ DEFAULT = tuple(f"turboquant:{rest}" for rest in ("8", "4", "4:3", "4:2", "3:4",
 def evaluate(
     subject: EvaluatedModel,
     size: EvaluationSize,
-    shown: EvaluationOutput,
+    as_json: AsJson = False,
+    in_markdown: Annotated[bool, typer.Option("--markdown", help="The tables as Markdown.")] = False,
     text: Annotated[
         list[Path] | None,
         typer.Option(metavar="FILE", help="Read this text; several are joined. Without it: the Python reference."),
@@ -42,7 +43,7 @@ def evaluate(
     Exit code: 0 measured, 2 it could not be.
     """
     with refusing():
-        if shown.as_json and shown.in_markdown:
+        if as_json and in_markdown:
             raise Refused("--json and --markdown: both go to the same place; give one of them")
         from prefixcache.cli.evaluate.measuring import codec_of, load, measure
 
@@ -56,9 +57,9 @@ def evaluate(
     text_facts = {"files": [str(file) for file in text or ()], "python": None if text else platform.python_version()}
     given = {"model": subject.model, "adapter": subject.adapter, "float32": subject.float32}
     facts = {**given, "text": text_facts, **measured}
-    if shown.as_json:
+    if as_json:
         print_json(facts)
-    elif shown.in_markdown:
+    elif in_markdown:
         typer.echo(as_markdown(facts))
     else:
         console().print(*screen(facts), sep="\n")

@@ -1,4 +1,4 @@
-"""What `prefixcache evaluate` is asked for: which model, how much is measured, and where the numbers go."""
+"""What `prefixcache evaluate` is asked for: which model, and how much is measured."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from prefixcache.cli.evaluate.texts import NAMES, depths_of
-from prefixcache.cli.options import AdapterPath, AsJson, Float32
+from prefixcache.cli.options import AdapterPath, Float32
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,3 @@ class EvaluationSize:
     @property
     def haystack_depths(self) -> list[float]:
         return depths_of(self.depths) if self.needles else []
-
-
-@dataclass(frozen=True)
-class EvaluationOutput:
-    """Where the numbers go."""
-
-    as_json: AsJson = False
-    in_markdown: Annotated[bool, typer.Option("--markdown", help="The tables as Markdown.")] = False

@@ -62,7 +62,7 @@ def read_texts(paths: Sequence[Path]) -> str:
 
 
 class Excerpts(NamedTuple):
-    """A first prompt, which is stored and not measured, and the windows that are."""
+    """A first prompt, which is stored and not measured, and the windows that are measured."""
 
     first: list[int]
     windows: list[Excerpt]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
 
 from prefixcache.cli.text import Refused
 from prefixcache.codecs import Codec, Raw
@@ -16,19 +15,19 @@ from prefixcache.planning.sizes import StateSizes
 from prefixcache.planning.typical_basis import typical
 
 
-class Where(NamedTuple):
-    """Where a basis may be: in this file, or in this folder."""
-
-    file: Path | None
-    folder: Path
-
-
-def sizes_of(codecs: dict[str, Codec], model: str, state: ModelState, where: Where) -> dict[str, StateSizes]:
-    """Return the sizes with each codec. Refused for a file that is no basis of this model or that no codec needs."""
-    wanted = [spec for spec, codec in codecs.items() if isinstance(codec, Transform)]
-    if where.file is not None and not wanted:
-        raise Refused(f"--basis {where.file}: no codec needs one; add --codec transform")
-    basis = _basis(model, state, where) if wanted else None
+def sizes_of(
+    codecs: dict[str, Codec], model: str, state: ModelState, basis_file: Path | None, basis_dir: Path
+) -> dict[str, StateSizes]:
+    """Return the sizes with each codec. A basis is read from `basis_file`, or looked for in `basis_dir`. Refused for a file
+    that is no basis of this model or that no codec needs.
+    """
+    basis = None
+    if any(isinstance(codec, Transform) for codec in codecs.values()):
+        basis = (
+            _of_file(basis_file, state) if basis_file is not None else _of_folder(model, Bases(basis_dir.expanduser()))
+        )
+    elif basis_file is not None:
+        raise Refused(f"--basis {basis_file}: no codec needs one; add --codec transform")
     return {spec: StateSizes(state, _with(codec, basis, state)) for spec, codec in codecs.items()}
 
 
@@ -38,17 +37,15 @@ def _with(codec: Codec, basis: Basis | None, state: ModelState) -> Codec:
     return typical(codec, state.plan(Raw()))
 
 
-def _basis(model: str, state: ModelState, where: Where) -> Basis | None:
-    if where.file is None:
-        return _of_folder(model, Bases(where.folder.expanduser()))
+def _of_file(file: Path, state: ModelState) -> Basis:
     try:
-        basis = read(where.file.expanduser())
+        basis = read(file.expanduser())
     except BasisError as error:
-        raise Refused(f"--basis {where.file}: {error}; give a file that prefixcache calibrate wrote") from error
+        raise Refused(f"--basis {file}: {error}; give a file that prefixcache calibrate wrote") from error
     except OSError as error:
-        raise Refused(f"--basis {where.file}: can't be read ({error.strerror})") from error
+        raise Refused(f"--basis {file}: can't be read ({error.strerror})") from error
     if not state.plan(Calibrated(Transform().quality, Transform().otherwise, basis)).joined:
-        raise Refused(f"--basis {where.file}: of {basis.model}, whose layers this model doesn't have; give its own")
+        raise Refused(f"--basis {file}: of {basis.model}, whose layers this model doesn't have; give its own")
     return basis
 
 

@@ -103,14 +103,14 @@ def _model(name: str) -> ModelState:
 
 def _plan(name: str, options: ModelOptions, simulation: TracePlan | None, assumed: Assumed) -> Facts:
     from prefixcache import __version__
-    from prefixcache.cli.plan.bases import Where, sizes_of
+    from prefixcache.cli.plan.bases import sizes_of
     from prefixcache.cli.plan.facts import codec_facts, mac_facts, model_facts
     from prefixcache.codecs.choice import as_codec
 
     specs = options.codecs()
     codecs = {spec: codec for spec in specs or CODECS if (codec := as_codec(spec)) is not None}
     state = _model(name)
-    sizes = sizes_of(codecs, name, state, Where(options.basis, options.basis_dir))
+    sizes = sizes_of(codecs, name, state, options.basis, options.basis_dir)
     facts: Facts = {
         "prefixcache": __version__,
         "model": model_facts(state),

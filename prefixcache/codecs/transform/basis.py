@@ -156,7 +156,7 @@ class LayerGroup:
 
     @property
     def _scales(self) -> list[Array]:
-        """Powers of two that are as long as the inverse's column of each channel: float64 (heads, width) of each run."""
+        """Return a power of two about as long as each channel's column of the inverse: float64 (heads, width) of each run."""
         scales = []
         for back in self._by_width(self.inverses):
             wide = back.astype(np.float64)
@@ -177,7 +177,7 @@ class LayerGroup:
 
     @cached_property
     def inverses(self) -> tuple[tuple[Array, Array], ...]:
-        """The inverses of `factors`, float32."""
+        """Return the inverses of `factors`, float32."""
         return tuple((_inverse(keys), _inverse(values)) for keys, values in self.factors)
 
 

@@ -73,7 +73,7 @@ def available() -> bool:
 
 
 def describe() -> str:
-    """ "C", or why there is none: "not built"."""
+    """Return "C", or why there is no kernel: "not built"."""
     return loaded().reason or "C"
 
 

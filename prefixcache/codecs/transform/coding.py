@@ -68,7 +68,7 @@ class GroupCoder:
 
     @property
     def raw_words(self) -> int:
-        """The 16-bit words of a row that is kept as it is."""
+        """Count the 16-bit words of a row that is kept as it is."""
         return self.group.channels * element(self.dtype).numpy.itemsize // 2
 
     def row_words(self, heads: Array) -> Array:

@@ -84,7 +84,7 @@ def right() -> bool:
 
 
 def _no_limits(rows: int) -> tuple[mx.array, mx.array]:
-    """No row is skipped, and any may lose what it likes."""
+    """Return arguments of `pack` by which no row is skipped, and each may lose whatever it does."""
     return mx.zeros((rows,), mx.uint32), mx.full((1,), 1e9)
 
 

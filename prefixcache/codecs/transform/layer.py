@@ -26,7 +26,7 @@ class Layer(NamedTuple):
 
     @property
     def channels(self) -> int:
-        """Values of a token: its keys of all heads, and its values."""
+        """Count the numbers that a token has here: its keys of all heads, and its values."""
         return self.heads * (self.key_width + self.value_width)
 
 

@@ -56,7 +56,7 @@ class Tables:
 
     @cached_property
     def symbols(self) -> Array:
-        """The symbol of each slot: uint8 (61, 4096)."""
+        """Return the symbol of each slot: uint8 (61, 4096)."""
         return np.stack([np.repeat(np.arange(SYMBOLS, dtype=np.uint8), row) for row in self.frequencies])
 
     @cached_property

@@ -93,7 +93,7 @@ def available() -> bool:
 
 
 def describe() -> str:
-    """ "C, AVX2", "C, NEON", "C, portable", or why there is none: "not built"."""
+    """Return "C, AVX2", "C, NEON", "C, portable", or why there is no kernel: "not built"."""
     library, reason = loaded()
     return reason if library is None else f"C, {SPOKEN[PATHS[path_number()]]}"
 

@@ -40,7 +40,7 @@ class Codebook:
 
     @property
     def half(self) -> int:
-        """The code of the smallest value of u >= 0."""
+        """Return the code of the smallest value of u >= 0."""
         return 1 << (self.bits - 1)
 
     @property

@@ -74,7 +74,7 @@ class Form:
 
     @property
     def longest(self) -> float:
-        """The greatest length of a row of integers c."""
+        """Return the greatest length of a row of integers c."""
         return math.sqrt(self.width) * self.codebook.magnitudes[-1]
 
 

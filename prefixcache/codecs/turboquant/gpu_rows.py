@@ -34,7 +34,7 @@ def available() -> bool:
 
 
 def describe() -> str:
-    """ "Metal kernel", "CUDA kernel", or why there is none."""
+    """Return "Metal kernel", "CUDA kernel", or why there is none."""
     dialect = dialect_here()
     if dialect is not None:
         return f"{dialect.name.title() if dialect.name == 'metal' else dialect.name.upper()} kernel"
@@ -60,7 +60,7 @@ def encode(rows: mx.array, form: Form, levels: Levels | None) -> tuple[Array, Ar
 
 
 def encode_arrays(rows: mx.array, form: Form, levels: Levels | mx.array | None) -> tuple[mx.array, mx.array]:
-    """`encode`, lazy, as MLX arrays.
+    """Do what `encode` does, lazily, with MLX arrays.
 
     Rows may be a transposed or sliced view. One that begins inside a row is slow, and on Metal must be copied first
     (`mx.contiguous`): loads there need their 16 bytes aligned.
@@ -85,7 +85,7 @@ def decode(codes: Array, scales: Array, capacity: int, dtype: str, form: Form, l
 def decode_arrays(
     codes: mx.array, scales: mx.array, capacity: int, dtype: str, form: Form, levels: Levels | mx.array | None
 ) -> mx.array:
-    """`decode` of MLX arrays, which may be transposed or sliced views. Rows from `tokens` on are zeros.
+    """Do what `decode` does with MLX arrays, which may be transposed or sliced views. Rows from `tokens` on are zeros.
 
     Levels may be given as `for_decoding` makes them, where the same ones serve many calls.
     """
@@ -113,7 +113,7 @@ def for_decoding(levels: Levels, form: Form) -> mx.array:
 
 
 def measure_levels(rows: mx.array, centred: bool, firsts: Sequence[int]) -> LazyLevels:
-    """`measure_levels_lazily`, of rows of any float dtype as they lie: in one launch, without room of its own."""
+    """Do what `measure_levels_lazily` does with rows of any float dtype as they lie: in one launch, in no room of its own."""
     tokens, _, width = rows.shape
     if tokens > turboquant_measure.MOST_ROWS or width > turboquant_measure.MOST_WIDTH:
         return measure_levels_lazily(rows.astype(mx.float32), centred, firsts)

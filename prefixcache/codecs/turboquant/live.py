@@ -24,7 +24,7 @@ MOST_QUERIES = 16  # a sequence's queries at a time that the GPU's fused kernel 
 
 
 class LevelStack:
-    """The levels of each of B sequences' rows, or of all (one); None in it: rows of that sequence aren't levelled."""
+    """The levels of each of B sequences, or one for all of them; None for a sequence whose rows aren't levelled."""
 
     def __init__(self, each: Sequence[Levels | None], form: Form, heads: int):
         self.each = tuple(each)
@@ -47,13 +47,13 @@ class LevelStack:
 
     @cached_property
     def encoding(self) -> mx.array | None:
-        """float32 (2, B or 1, heads, width): mean, weight; None where nothing is levelled."""
+        """Return mean and weight, float32 (2, B or 1, heads, width); None where nothing is levelled."""
         pairs = [None if levels is None else (levels.mean, levels.weight) for levels in self.each]
         return self._stacked(pairs, np.float32(1))
 
     @cached_property
     def decoding(self) -> mx.array | None:
-        """float32 (2, B or 1, heads, width): mean, spread, as `CodedRows` has them."""
+        """Return mean and spread, float32 (2, B or 1, heads, width), as `CodedRows` has them."""
         spreads = [None if levels is None else (levels.mean, self.form.spread(levels)) for levels in self.each]
         return self._stacked(spreads, self.form.spread(None))
 
@@ -93,7 +93,7 @@ def encode(
 
 
 def encoder(key_levels: LevelStack, value_levels: LevelStack, dtype: mx.Dtype) -> Encoder:
-    """`encode` for many rows of one kind, with what can be found beforehand."""
+    """Return what does as `encode` for many rows of one kind: whatever they have in common is found here, once."""
     form = key_levels.form
     if backends.on_gpu(form):
         levels = [stack.encoding for stack in (key_levels, value_levels) if stack.encoding is not None]

@@ -56,8 +56,8 @@ def measure_levels(rows: Array | mx.array | Sequence[Array], centred: bool) -> L
 
 
 def measure_levels_lazily(rows: mx.array, centred: bool, firsts: Sequence[int] = (0,)) -> LazyLevels:
-    """`measure_levels` in MLX's operations, on its device, which the rows don't leave: float32 (64 tokens or more, heads,
-    width).
+    """Do what `measure_levels` does by MLX's operations, on its device, which the rows don't leave: float32 (64 tokens or
+    more, heads, width).
 
     Of `len(firsts)` blocks side by side (`base.side_by_side`); of each the rows before its first don't count.
     """
@@ -100,7 +100,7 @@ def _centres_and_spreads(parts: Sequence[Array], centred: bool) -> tuple[Array, 
 def _centres_and_spreads_lazily(
     rows: mx.array, centred: bool, firsts: Sequence[int] = (0,)
 ) -> tuple[mx.array, mx.array]:
-    """`_centres_and_spreads` in passes for all heads."""
+    """Do what `_centres_and_spreads` does, in passes for all heads."""
     usual = mx.all(mx.isfinite(rows), axis=2, keepdims=True)
     if any(firsts):
         begin = mx.tile(mx.array(list(firsts)), rows.shape[1] // len(firsts))
@@ -125,9 +125,9 @@ def _centres_and_spreads_lazily(
 
 
 def channel_statistics(parts: Sequence[Array], centred: bool) -> tuple[Array, Array, Array]:
-    """Parts (tokens, heads, width) side by side -> by head and channel the mean, 0 where rows aren't `centred`, and the mean
-    absolute deviation, (all heads, width); by row its mean squared deviation, each channel's in spreads (where one is 0: in
-    ones), (all heads, tokens).
+    """Measure parts (tokens, heads, width) side by side -> by head and channel the mean, 0 where rows aren't `centred`, and
+    the mean absolute deviation, (all heads, width); by row its mean squared deviation, each channel's in spreads (where one
+    is 0: in ones), (all heads, tokens).
 
     Rows are one or more, of float32, float16 or bf16's bits (uint16), strided as they may be; results are float32. What is
     not finite makes its channels and its row so. ValueError for other elements.

@@ -86,7 +86,7 @@ class Rotation:
 
     @cached_property
     def gain(self) -> float:
-        """By how much one unnormalised T lengthens a row."""
+        """Say by how much one unnormalised T lengthens a row."""
         # Powers of two by themselves, so that the gain of 64 is 8 and not a rounded product.
         odd = math.prod(gain_of(factor) for factor in self.factors if factor != 2)
         return math.sqrt(2.0 ** self.factors.count(2)) * odd
@@ -98,7 +98,7 @@ class Rotation:
 
     @cached_property
     def signs(self) -> Array:
-        """float32 (rounds, width) of +1 and -1."""
+        """Return +1 and -1, float32 (rounds, width)."""
         drawn = []
         for turn in range(self.rounds):
             stream = hashlib.shake_128(f"prefixcache rotation {self.seed} {turn}".encode()).digest(-(-self.width // 8))
