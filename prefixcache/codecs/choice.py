@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
+from itertools import takewhile
 from typing import Any
 
 from prefixcache.codecs.base import Codec
@@ -89,33 +90,26 @@ def as_codec(value: Any) -> Codec | None:
             return Transform(float(rest[0])) if rest else Transform()
         except ValueError as error:
             raise ValueError(f"codec={value!r}: {error}") from None
-    numbers = [int(text) for text in rest if _is_number(text)]
-    try:
-        options = [_option(text) for text in rest if not _is_number(text)]
-        chosen = dict(options)
-        if len(chosen) < len(options):
-            raise ValueError
-    except ValueError:
-        raise ValueError(f"codec={value!r}: not a codec; {_REMEDY}") from None
-    if name == "turboquant" and len(numbers) <= 2 and all(map(_is_number, rest[: len(numbers)])):
-        if not numbers:
-            return TurboQuant(**chosen)
-        key_bits, value_bits = numbers if len(numbers) == 2 else numbers * 2
-        return TurboQuant(key_bits, value_bits, **chosen)
-    if chosen:
-        raise ValueError(f"codec={value!r}: not a codec; {_REMEDY}")
-    if name == "raw" and not numbers:
+    if name == "raw" and not rest:
         return Raw()
-    raise ValueError(f"codec={value!r}: not a codec; {_REMEDY}")
+    bits = [int(text) for text in takewhile(_is_number, rest)]
+    options = [_option(text) for text in rest[len(bits) :]]
+    chosen = dict(option for option in options if option is not None)
+    if name != "turboquant" or len(bits) > 2 or len(chosen) < len(options):
+        raise ValueError(f"codec={value!r}: not a codec; {_REMEDY}")
+    if bits:
+        chosen |= {"key_bits": bits[0], "value_bits": bits[-1]}
+    return TurboQuant(**chosen)
 
 
-def _option(text: str) -> tuple[str, Any]:
+def _option(text: str) -> tuple[str, Any] | None:
+    """Return the argument of `TurboQuant` that a part of a codec's text means; None where it means none."""
     name, _, value = text.partition("=")
     if text == "plain":
         return "levelling", False
     if name in ("fp16_layers", "sink_tokens", "state_bits", "seed") and _is_number(value):
         return name, int(value)
-    raise ValueError(text)
+    return None
 
 
 def _is_number(text: str) -> bool:

@@ -18,9 +18,8 @@ from mlx_lm.models.cache import BatchKVCache
 from prefixcache.cli.evaluate import measuring as evaluating
 from prefixcache.cli.evaluate import trials
 from prefixcache.cli.evaluate.measuring import Subject, measure
-from prefixcache.cli.evaluate.options import EvaluationSize
 from prefixcache.cli.evaluate.report import as_markdown, main_grid
-from prefixcache.cli.evaluate.texts import default_text
+from prefixcache.cli.evaluate.texts import EvaluationSize, default_text
 from prefixcache.cli.evaluate.trials import RowScores
 from prefixcache.cli.text import Refused
 from tests.models.calibrated import calibrate

@@ -22,8 +22,7 @@ from prefixcache.calibration.texts import CORPUS
 from prefixcache.cli.calibrate import making
 from prefixcache.cli.calibrate.options import Calibration
 from prefixcache.cli.evaluate import measuring
-from prefixcache.cli.evaluate.options import EvaluationSize
-from prefixcache.cli.evaluate.texts import default_text
+from prefixcache.cli.evaluate.texts import EvaluationSize, default_text
 from tools.bench import report
 from tools.bench.report import Beside, Figure
 

@@ -15,8 +15,7 @@ from typing import Any
 from prefixcache.cli.calibrate import making
 from prefixcache.cli.calibrate.options import Calibration
 from prefixcache.cli.evaluate.measuring import load, measure
-from prefixcache.cli.evaluate.options import EvaluationSize
-from prefixcache.cli.evaluate.texts import default_text
+from prefixcache.cli.evaluate.texts import EvaluationSize, default_text
 
 CONTROL = "raw"
 JOB = EvaluationSize(prefix=1024, tokens=256, windows=3, needles=0)

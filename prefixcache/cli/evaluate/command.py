@@ -6,20 +6,33 @@ MLX and mlx-lm are imported when the command runs, so that asking for help stays
 from __future__ import annotations
 
 import platform
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from prefixcache.cli.evaluate.options import EvaluatedModel, EvaluationSize
 from prefixcache.cli.evaluate.report import as_markdown, screen
-from prefixcache.cli.evaluate.texts import default_text, read_texts
-from prefixcache.cli.options import AsJson, with_options
+from prefixcache.cli.evaluate.texts import EvaluationSize, default_text, read_texts
+from prefixcache.cli.options import AdapterPath, AsJson, Float32, with_options
 from prefixcache.cli.progress import bar
 from prefixcache.cli.text import Refused, console, print_json, refusing
 
 CONTROL = "raw"
 DEFAULT = tuple(f"turboquant:{rest}" for rest in ("8", "4", "4:3", "4:2", "3:4", "3", "2", "4:plain", "3:plain"))
+
+
+@dataclass(frozen=True)
+class EvaluatedModel:
+    """The model, with its adapter and its basis."""
+
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A model's folder, or its name on Hugging Face.")]
+    adapter: AdapterPath = None
+    float32: Float32 = False
+    basis_dir: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", envvar="PREFIXCACHE_BASIS_DIR", help="Where the basis of codec transform is."),
+    ] = None
 
 
 @with_options

@@ -23,8 +23,7 @@ import numpy as np
 from mlx_lm.generate import generate_step
 
 from prefixcache import model_identity
-from prefixcache.cli.evaluate.options import EvaluationSize
-from prefixcache.cli.evaluate.texts import Haystack, NeedleQuestion, cut, haystacks
+from prefixcache.cli.evaluate.texts import EvaluationSize, Haystack, NeedleQuestion, cut, haystacks
 from prefixcache.cli.evaluate.trials import PREFILL, Reference, Trial, begun, joined, mean_and_error, read_on
 from prefixcache.cli.text import Refused
 from prefixcache.codecs import Codec, Transform, as_codec

@@ -1,4 +1,5 @@
-"""What `prefixcache evaluate` reads: windows of a text, and haystacks, which are texts with numbers hidden in them.
+"""What `prefixcache evaluate` reads, and how much: windows of a text, and haystacks, which are texts with numbers hidden in
+them.
 
 The default text is `pydoc_data.topics`, the Python reference that every interpreter carries for `help()`. What leaves here
 is tokens; no model and no cache is known.
@@ -8,8 +9,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+import typer
 
 from prefixcache.calibration import texts
 from prefixcache.cli.text import Refused
@@ -22,6 +26,24 @@ NAMES = tuple(_NAMES.split())
 DIGITS = 5
 NEAR = 400  # characters within which a line's end is looked for
 OTHER = "Why?"  # a question that no needle answers: what a prompt shares with it doesn't depend on the question
+
+
+@dataclass(frozen=True)
+class EvaluationSize:
+    """How much is measured. Lengths are in tokens."""
+
+    prefix: Annotated[int, typer.Option(min=1, help="Tokens that are stored and restored.")] = 2048
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens that are read after them.")] = 256
+    windows: Annotated[int, typer.Option(min=1, help="Places in the text where that is done.")] = 8
+    needles: Annotated[int, typer.Option(min=0, help="Texts in which numbers are hidden; 0: none.")] = 8
+    depths: Annotated[
+        int, typer.Option(min=1, max=len(NAMES), help="Numbers hidden in each, from beginning to end.")
+    ] = 5
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the hidden numbers.")] = 0
+
+    @property
+    def haystack_depths(self) -> list[float]:
+        return depths_of(self.depths) if self.needles else []
 
 
 class Excerpt(NamedTuple):

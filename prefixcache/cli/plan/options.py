@@ -152,10 +152,8 @@ class FleetOptions:
     def checked(self, sizes: TraceOptions) -> FleetPlan | None:
         """Return the fleet, None where none is asked for. Raises Refused for what contradicts itself or the `sizes`."""
         if self.machines is None:
-            for name in ("routing", "remote", "remote_rtt", "remote_rate", "remote_admission"):
-                if getattr(self, name) is not None:
-                    option = f"--{name.replace('_', '-')}"
-                    raise Refused(f"{option}: this is for a fleet; add --machines, with how many there are")
+            if option := _given(self):
+                raise Refused(f"{option}: this is for a fleet; add --machines, with how many there are")
             return None
         if self.machines > MOST_MACHINES:
             raise Refused(f"--machines {self.machines}: too many to simulate; give 1 to {MOST_MACHINES}")
@@ -231,10 +229,8 @@ class TraceOptions:
     def checked(self, fleet: FleetPlan | None) -> TracePlan | None:
         """Return what is to be simulated, None without a trace. Raises Refused for a size or a name that can't be."""
         if self.trace is None:
-            for given in fields(self):
-                if getattr(self, given.name) != given.default:
-                    option = f"--{given.name.replace('_', '-')}"
-                    raise Refused(f"{option} without --trace: nothing is simulated; add --trace FILE, or leave it out")
+            if option := _given(self):
+                raise Refused(f"{option} without --trace: nothing is simulated; add --trace FILE, or leave it out")
             return None
         rams = _sizes("--ram", self.ram)
         if 0 in rams:
@@ -255,6 +251,12 @@ class TraceOptions:
             self.lease_tokens,
             fleet,
         )
+
+
+def _given(options: FleetOptions | TraceOptions) -> str | None:
+    """Return the first of these options that was given; None where none was."""
+    given = (each.name for each in fields(options) if getattr(options, each.name) != each.default)
+    return next((f"--{name.replace('_', '-')}" for name in given), None)
 
 
 def _listed(values: Values) -> list[str]:
