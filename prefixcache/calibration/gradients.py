@@ -83,8 +83,8 @@ class Gradients:
         def likelihood(stored: list[tuple[mx.array, mx.array]]) -> mx.array:
             logits = self._model(self._continuation, cache=self._caches(stored))[0].astype(mx.float32)
             drawn = mx.random.categorical(mx.stop_gradient(logits), key=mx.random.key(seed))
-            said = mx.take_along_axis(logits, drawn[:, None], axis=-1)[:, 0] - mx.logsumexp(logits, axis=-1)
-            return scale * said.sum()
+            log_likelihoods = mx.take_along_axis(logits, drawn[:, None], axis=-1)[:, 0] - mx.logsumexp(logits, axis=-1)
+            return scale * log_likelihoods.sum()
 
         with _training(self._model):
             try:

@@ -86,10 +86,10 @@ def windows(
     room = {kind: sum(map(len, of_kind)) for kind, of_kind in pieces.items()}
     least = count + min(held_back, 1)
     if sum(room.values()) < least:
-        there = sum(len(ids) for of_kind in tokens.values() for ids in of_kind)
+        has = sum(len(ids) for of_kind in tokens.values() for ids in of_kind)
         raise ValueError(
             f"{count} windows of {length:,} tokens{' and one to hold back' * (least > count)} need {least * size:,} tokens "
-            f"of text; the text has {there:,}, which makes {sum(room.values())} windows: ask for fewer or shorter windows, "
+            f"of text; the text has {has:,}, which makes {sum(room.values())} windows: ask for fewer or shorter windows, "
             "or give more text"
         )
     turns = _turns(room, min(count + held_back, sum(room.values())))

@@ -336,12 +336,12 @@ class Plan:
         streams = _calibrated_streams(self.leaves, self.layer_of, codec)
         for g, group in enumerate(codec.basis.groups):
             members = [streams.get((g, number)) for number in range(2 * len(group.layers))]
-            there = [member for member in members if member is not None]
-            kinds = {(dtype, self.window_of(leaf)) for leaf, _, dtype in there}
-            if len(there) == len(members) and len(kinds) == 1:
+            present = [member for member in members if member is not None]
+            kinds = {(dtype, self.window_of(leaf)) for leaf, _, dtype in present}
+            if len(present) == len(members) and len(kinds) == 1:
                 ((dtype, window),) = kinds
                 names = (f"z{g}.heads", f"z{g}.words", f"z{g}.offsets", f"z{g}.offset_steps")
-                joined = Joined(codec.coder(g, dtype), tuple((leaf, name) for leaf, name, _ in there), names)
+                joined = Joined(codec.coder(g, dtype), tuple((leaf, name) for leaf, name, _ in present), names)
                 of_sections[0 if window is None else 1 + window].append(joined)
         return [tuple(of_section) for of_section in of_sections]
 

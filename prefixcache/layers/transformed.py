@@ -167,13 +167,13 @@ def _streams_of(plan: Plan, joined: Joined, leaves: Sequence[Leaf], parts: Seque
     runs = merged([(part.first, part.last) for part in parts]) if in_leaves else []
     streams = []
     for leaf, stream in joined.streams:
-        there = [leaves[leaf].rows(stream, *run) for run in runs]
+        rows = [leaves[leaf].rows(stream, *run) for run in runs]
         for part in () if in_leaves else parts:
             if part.tail is None:
-                there.append(leaves[leaf].rows(stream, part.first, part.last))
+                rows.append(leaves[leaf].rows(stream, part.first, part.last))
             else:
-                there.append(part.tail.on_device(plan.tail_places[leaf][stream]))
-        streams.append(there[0] if len(there) == 1 else mx.concatenate(there, axis=1))
+                rows.append(part.tail.on_device(plan.tail_places[leaf][stream]))
+        streams.append(rows[0] if len(rows) == 1 else mx.concatenate(rows, axis=1))
     return streams
 
 

@@ -41,13 +41,13 @@ def encode_window(
     runs = [_Runs(plan, window, block) for block in blocks]
     codes: list[list[dict[int, Codes]]] = [[of_block.taken(joined) for of_block in runs] for joined in section.joined]
     for number in range(max((len(of_block.uncoded) for of_block in runs), default=0)):
-        there = [b for b, of_block in enumerate(runs) if number < len(of_block.uncoded)]
+        pending = [b for b, of_block in enumerate(runs) if number < len(of_block.uncoded)]
         parts = [
-            [runs[b].uncoded[number]._replace(taken=next(iter(of_group[b].values()), None)) for b in there]
+            [runs[b].uncoded[number]._replace(taken=next(iter(of_group[b].values()), None)) for b in pending]
             for of_group in codes
         ]  # rows of one block have the offsets of the first of them that were coded
         for of_group, encoded in zip(codes, encode_parts(plan, section.joined, leaves, parts), strict=True):
-            for b, new in zip(there, encoded, strict=True):
+            for b, new in zip(pending, encoded, strict=True):
                 of_group[b][runs[b].uncoded[number].first] = new
     return [[_in_order(of_block) for of_block in of_group] for of_group in codes]
 

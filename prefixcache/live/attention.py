@@ -208,8 +208,8 @@ def coded_parts(layer: LayerState) -> list[CodedRows]:
     parts = []
     for behind in range(max(map(len, spans), default=0), 0, -1):
         part = [of_sequence[-behind] if len(of_sequence) >= behind else None for of_sequence in spans]
-        some = next(span for span in part if span is not None)
-        nothing = CodedSpan(end, end, some.levels)
+        known = next(span for span in part if span is not None)
+        nothing = CodedSpan(end, end, known.levels)
         parts.append(_codes_of(layer, [span or nothing for span in part], end))
     return parts
 

@@ -93,11 +93,11 @@ class RowBuffer(NamedTuple):
 
     def joined(self, rows: int, sequences: int, other: RowBuffer, other_rows: int, other_sequences: int) -> Self:
         """Return the sequences of both, right-justified to the longer; of which so many rows count."""
-        some = self.arrays or other.arrays
-        if some is None:
+        alike = self.arrays or other.arrays
+        if alike is None:
             return self
-        mine = self.arrays or ragged.without_rows(some, sequences)
-        others = other.arrays or ragged.without_rows(some, other_sequences)
+        mine = self.arrays or ragged.without_rows(alike, sequences)
+        others = other.arrays or ragged.without_rows(alike, other_sequences)
         return type(self)(_two(ragged.joined(mine, rows, others, other_rows)))
 
 
@@ -201,8 +201,8 @@ class RecentRows(NamedTuple):
         keys, values = self.arrays
         pieces = []
         for first, last, place in places(low, high, self.size):
-            there = slice(place, place + last - first)
-            pieces.append((keys[b : b + 1, heads, there], values[b : b + 1, heads, there]))
+            in_ring = slice(place, place + last - first)
+            pieces.append((keys[b : b + 1, heads, in_ring], values[b : b + 1, heads, in_ring]))
         return pieces
 
     def numbers(self, low: int, high: int) -> list[int]:
@@ -302,11 +302,11 @@ def _zeros(keys: mx.array, values: mx.array, rows: int) -> Two:
 
 def _listed(several: Sequence[Two | None], batches: Sequence[int]) -> Two | None:
     """Return one behind the other, zeros for each batch that has none."""
-    some = next((arrays for arrays in several if arrays is not None), None)
-    if some is None:
+    alike = next((arrays for arrays in several if arrays is not None), None)
+    if alike is None:
         return None
     filled = [
-        arrays or _two(mx.zeros((count, *array.shape[1:]), array.dtype) for array in some)
+        arrays or _two(mx.zeros((count, *array.shape[1:]), array.dtype) for array in alike)
         for arrays, count in zip(several, batches, strict=True)
     ]
     return _two(mx.concatenate([arrays[i] for arrays in filled]) for i in range(2))

@@ -96,7 +96,7 @@ def _check(layer: CodedLayer) -> None:
 
 
 def _arrays_fit(layer: CodedLayer, kind: LayerRows) -> bool:
-    rows, dtype, some = layer.rows, element(kind.dtype).mlx, False
+    rows, dtype, has_arrays = layer.rows, element(kind.dtype).mlx, False
     words = sum(words_of(form.width, form.codebook.bits) for form in layer.choice.forms(kind))
     widths: list[tuple[tuple[int, ...], mx.Dtype]] = [((width,), dtype) for width in kind.widths]
     wanted: list[tuple[Two | None, list[tuple[tuple[int, ...], mx.Dtype]], int]] = [
@@ -107,7 +107,7 @@ def _arrays_fit(layer: CodedLayer, kind: LayerRows) -> bool:
     ]
     for arrays, kinds, least in wanted:
         for array, (last, kept_as) in zip(arrays or (), kinds, strict=False):
-            some = True
+            has_arrays = True
             fits = array.shape[:2] == (layer.batch, kind.heads) and array.shape[3:] == last
             if not fits or array.dtype != kept_as or array.shape[2] < least:
                 return False
@@ -115,4 +115,4 @@ def _arrays_fit(layer: CodedLayer, kind: LayerRows) -> bool:
         for part, width in zip(levels, kind.widths, strict=True):
             if part is not None and not part.mean.shape == part.divisor.shape == (kind.heads, width):
                 return False
-    return rows == 0 or some
+    return rows == 0 or has_arrays

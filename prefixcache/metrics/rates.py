@@ -14,8 +14,6 @@ from itertools import combinations
 from statistics import median
 from typing import NamedTuple
 
-from prefixcache.metrics.moving_average import MovingAverage
-
 READ_LATENCY = 0.002  # seconds of a promotion beside its bytes
 ASSUMED_BYTES = 500e6  # read a second, before anything was read: a slow SSD
 ASSUMED_TOKENS = 667.0  # computed a second, before anything was computed: 30 s for 20,000
@@ -31,6 +29,22 @@ CLEAR, SECONDS = (
     0.02,
 )  # a fetch is slow by this factor and this much: busy machines vary by less, nobody sees less
 AGAIN = 16  # slow hits that are declined before one is given, to measure it again
+DECAY = 0.9  # of an average: what one more measurement leaves of the weight of those before
+
+
+class MovingAverage:
+    """So much a second: decayed amounts over decayed seconds, so long measurements count more than short ones."""
+
+    def __init__(self, assumed: float):
+        self._assumed = assumed
+        self._amount = self._seconds = 0.0
+
+    def add(self, amount: float, seconds: float) -> None:
+        self._amount = DECAY * self._amount + amount
+        self._seconds = DECAY * self._seconds + seconds
+
+    def per_second(self) -> float:
+        return self._amount / self._seconds if self._seconds else self._assumed
 
 
 class LinearTime(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from prefixcache.metrics.moving_average import MovingAverage
+from prefixcache.metrics.rates import MovingAverage
 
 ASSUMED_BYTES = 100e6  # read a second, before anything was read: 1 GbE
 ASSUMED_ROUND_TRIP = 0.01  # seconds, before anything was asked

@@ -129,9 +129,9 @@ class Fetches:
             count_hit(storage, prompt, depth, hot)
             other = prompt.left_alone(depth)
             storage.counters.of_other_form += bool(other)
-            said = (prompt.model, other) in self._said
+            was_warned = (prompt.model, other) in self._said
             self._said.add((prompt.model, other))
-        if other and not said:
+        if other and not was_warned:
             log.warning(
                 "model %r: prompts that were stored in another form are misses: %s",
                 prompt.model,

@@ -195,26 +195,26 @@ class Leases:
             self._end_over()
             ahead, noted, length = time.time() - self.clock(), [], 0
             for lease in reversed(self._leases):
-                told = {"until": lease.until + ahead, "tokens": lease.tokens, "session": lease.session}
-                told["ends"] = [[slot.kind, slot.key.hex()] for slot in lease.ends]
-                length += len(json.dumps(told)) + 2
+                entry = {"until": lease.until + ahead, "tokens": lease.tokens, "session": lease.session}
+                entry["ends"] = [[slot.kind, slot.key.hex()] for slot in lease.ends]
+                length += len(json.dumps(entry)) + 2
                 if length > NOTED - 2:
                     break
-                noted.append(told)
+                noted.append(entry)
             return json.dumps(noted[::-1])
 
     def restore(self, note: str) -> None:
         """Begin the leases of a note whose images are there. What `note` didn't write is passed over."""
         with self._storage.lock:
             ahead = time.time() - self.clock()
-            for told in _told(note):
-                ends = [self._storage.graph.slots.get((kind, bytes.fromhex(key))) for kind, key in told["ends"]]
+            for entry in _entries_of(note):
+                ends = [self._storage.graph.slots.get((kind, bytes.fromhex(key))) for kind, key in entry["ends"]]
                 kept = {slot: None for end in ends if end is not None for slot in (end, *dependencies(end))}
                 if not kept or None in ends or len({root_of(slot).key for slot in kept}) > 1:
                     continue
                 slots = sorted(kept, key=lambda slot: rank(slot)[1:])
-                until = min(told["until"] - ahead, self.clock() + LONGEST)
-                lease = Lease(root_of(slots[0]).key, told["tokens"], until, told["session"], slots, _ends(slots))
+                until = min(entry["until"] - ahead, self.clock() + LONGEST)
+                lease = Lease(root_of(slots[0]).key, entry["tokens"], until, entry["session"], slots, _ends(slots))
                 self._begin(lease)
                 self._keep_within_share(lease.root)
             self._end_over()
@@ -253,19 +253,19 @@ def _ends(slots: list[Slot]) -> list[Slot]:
     return [slot for slot in ends if slot not in needed]
 
 
-def _told(note: str) -> list[dict[str, Any]]:
+def _entries_of(note: str) -> list[dict[str, Any]]:
     """Return the leases of a note that are as `note` writes them."""
     try:
-        told = json.loads(note)
+        entries = json.loads(note)
     except (ValueError, RecursionError):
         return []
-    return [lease for lease in told if _is_lease(lease)][:MOST] if isinstance(told, list) else []
+    return [lease for lease in entries if _is_lease(lease)][:MOST] if isinstance(entries, list) else []
 
 
-def _is_lease(told: Any) -> bool:
-    if not isinstance(told, dict) or not isinstance(ends := told.get("ends"), list) or not ends:
+def _is_lease(entry: Any) -> bool:
+    if not isinstance(entry, dict) or not isinstance(ends := entry.get("ends"), list) or not ends:
         return False
-    until, tokens, session = (told.get(name) for name in ("until", "tokens", "session"))
+    until, tokens, session = (entry.get(name) for name in ("until", "tokens", "session"))
     return (
         isinstance(until, float)
         and math.isfinite(until)

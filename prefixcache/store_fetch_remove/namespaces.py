@@ -85,13 +85,13 @@ class Namespaces:
         """Return those of a model and a salt: for each of its codecs, in order, and each layout of its caches one."""
         codecs = self._codecs_of(model)
         with self._storage.lock:
-            found = []
+            namespaces = []
             for of_model in codecs:
                 for layout in self._layouts.get(model, ()):
                     namespace = self._storage.namespaces.get(self._root(model, of_model, layout, salt))
                     if namespace is not None and namespace.row.stated == (model, of_model.text, layout):
-                        found.append(self._planned(namespace, of_model))
-            return found
+                        namespaces.append(self._planned(namespace, of_model))
+            return namespaces
 
     def of_layout(self, model: str, layout: dict[str, Any], salt: bytes) -> Namespace:
         """Return the namespace of a layout, made when it isn't there."""
@@ -118,10 +118,10 @@ class Namespaces:
 
     def learn(self, model: str, layout: str, salt: bytes) -> None:
         try:
-            told = json.loads(layout)
-            if canonical(told) != layout:
+            parsed = json.loads(layout)
+            if canonical(parsed) != layout:
                 raise ValueError("it is not as a cache writes it")
-            self.of_layout(model, told, salt)
+            self.of_layout(model, parsed, salt)
         except Exception as error:
             raise ValueError(f"{type(error).__name__}: {error}") from error
 

@@ -76,15 +76,15 @@ def prune(
     Raises DirectoryError when it is not a cache's, is held or newer, NoSuchNamespace, IndexBroken (a dry run only: else the
     index is rebuilt first), OSError for what can't be deleted.
     """
-    there = Directory(directory)
-    there.require()
-    refuse_newer(there)
+    checked = Directory(directory)
+    checked.require()
+    refuse_newer(checked)
     with collector_at_rest():
-        return _foresee(there, selection) if dry_run else _prune(there, selection, progress)
+        return _foresee(checked, selection) if dry_run else _prune(checked, selection, progress)
 
 
-def _prune(there: Directory, selection: Selection, progress: Progress | None) -> Pruned:
-    opened = OpenDirectory(there.root, _NO_LIMIT)
+def _prune(directory: Directory, selection: Selection, progress: Progress | None) -> Pruned:
+    opened = OpenDirectory(directory.root, _NO_LIMIT)
     clean = False
     try:
         tally = _delete(opened, selection, progress)
@@ -94,7 +94,7 @@ def _prune(there: Directory, selection: Selection, progress: Progress | None) ->
         raise
     finally:
         opened.close(clean=clean)
-    return tally.pruned(there, selection, dry_run=False, after=there.size())
+    return tally.pruned(directory, selection, dry_run=False, after=directory.size())
 
 
 # -- who is evicted ---------------------------------------------------------------------------------------------------
@@ -151,16 +151,16 @@ def _required(slots: Iterable[Slot]) -> set[Slot]:
     return required
 
 
-def _next(slots: Iterator[Slot], selection: Selection, disk: int, each: int) -> list[Slot]:
-    """Return the next ones, until a directory of `disk` real bytes is small enough; `each` is what an image takes beside its
-    file. All of them where no size is wanted.
+def _next(slots: Iterator[Slot], selection: Selection, disk: int, index_bytes: int) -> list[Slot]:
+    """Return the next slots to delete, until a directory of `disk` real bytes is small enough: all where no size is wanted.
+    `index_bytes` are what an image takes beside its file.
     """
     if selection.to_size is None:
         return list(slots)
     evicted: list[Slot] = []
     while disk > selection.to_size and (slot := next(slots, None)) is not None:
         evicted.append(slot)
-        disk -= slot.disk + each
+        disk -= slot.disk + index_bytes
     return evicted
 
 
@@ -192,52 +192,52 @@ class _Tally:
     def bad_disk(self) -> int:
         return sum(item.disk for item in self.bad)
 
-    def pruned(self, there: Directory, selection: Selection, *, dry_run: bool, after: int) -> Pruned:
+    def pruned(self, directory: Directory, selection: Selection, *, dry_run: bool, after: int) -> Pruned:
         shares, reached = tuple(self._shares.values()), selection.to_size is None or after <= selection.to_size
         deleted = self.images, self.disk, self.held, shares, len(self.bad), self.bad_disk
-        return Pruned(str(there.root), dry_run, *deleted, self.before, after, reached)
+        return Pruned(str(directory.root), dry_run, *deleted, self.before, after, reached)
 
 
 # -- runs -------------------------------------------------------------------------------------------------------------
 
 
-def _foresee(there: Directory, selection: Selection) -> Pruned:
+def _foresee(directory: Directory, selection: Selection) -> Pruned:
     """Return what `prune` would delete; the bytes of index and folders that become free are a guess."""
-    with reading(there.index, live=holder(there) is not None) as connection:
+    with reading(directory.index, live=holder(directory) is not None) as connection:
         check_rows(connection)
         namespaces = selected_namespaces(read_namespaces(connection), selection)
         selected = namespaces if selection.of_images else {}
         images = _Images((e for root in selected for e in read_places(connection, root)), selection.used_before)
         (count,) = connection.execute("SELECT count(*) FROM image").fetchone()
-    tally = _Tally(namespaces, _quarantined(there, selection), there.size(), images.held)
-    each = _index_share(there, count)
-    for slot in _next(images.evict(), selection, tally.before - tally.bad_disk, each):
+    tally = _Tally(namespaces, _quarantined(directory, selection), directory.size(), images.held)
+    index_bytes = _index_share(directory, count)
+    for slot in _next(images.evict(), selection, tally.before - tally.bad_disk, index_bytes):
         tally.add(images.namespace(slot), slot.disk)
-    after = tally.before - tally.bad_disk - tally.disk - tally.images * each
-    return tally.pruned(there, selection, dry_run=True, after=max(after, 0))
+    after = tally.before - tally.bad_disk - tally.disk - tally.images * index_bytes
+    return tally.pruned(directory, selection, dry_run=True, after=max(after, 0))
 
 
-def _quarantined(there: Directory, selection: Selection) -> list[Item]:
+def _quarantined(directory: Directory, selection: Selection) -> list[Item]:
     """Return what is to go of what was quarantined: all of it, or what was quarantined before the time that was given."""
     before = selection.used_before
-    items = quarantined(there) if selection.quarantine else []
+    items = quarantined(directory) if selection.quarantine else []
     return [item for item in items if before is None or item.when < before]
 
 
-def _index_share(there: Directory, count: int) -> int:
-    return disk_at(there.index) // max(count, 1)
+def _index_share(directory: Directory, count: int) -> int:
+    return disk_at(directory.index) // max(count, 1)
 
 
 def _delete(opened: OpenDirectory, selection: Selection, progress: Progress | None) -> _Tally:
     """Delete the selection from an opened directory."""
-    there = opened.directory
+    directory = opened.directory
     entries, opened.entries = opened.entries or [], None
-    each = _index_share(there, len(entries))
+    index_bytes = _index_share(directory, len(entries))
     namespaces = selected_namespaces(opened.index.namespaces(), selection)
     selected = namespaces if selection.of_images else {}
     images = _Images((entry for entry in entries if entry.namespace in selected), selection.used_before)
     del entries  # with all tokens
-    tally = _Tally(namespaces, _quarantined(there, selection), _disk(there), images.held)
+    tally = _Tally(namespaces, _quarantined(directory, selection), _disk(directory), images.held)
     opened.quarantine.prune(tally.bad_disk)
 
     def tell(deleted: int) -> None:
@@ -245,13 +245,13 @@ def _delete(opened: OpenDirectory, selection: Selection, progress: Progress | No
             progress(tally.images + deleted, images.count)
 
     slots = images.evict()
-    while part := _next(slots, selection, _disk(there), each):
+    while part := _next(slots, selection, _disk(directory), index_bytes):
         opened.delete([(slot.kind, slot.key) for slot in part], tell)
         for slot in part:
             tally.add(images.namespace(slot), slot.disk)
     return tally
 
 
-def _disk(there: Directory) -> int:
+def _disk(directory: Directory) -> int:
     """Return the directory's real bytes without those that the index has while it is open only."""
-    return there.size() - sum(disk_at(path) for path in suffixes(there.index)[1:])
+    return directory.size() - sum(disk_at(path) for path in suffixes(directory.index)[1:])

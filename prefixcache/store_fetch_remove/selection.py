@@ -63,8 +63,8 @@ def model_meant(name: str, models: Iterable[str]) -> str:
     if namesakes:
         several = f"{len(namesakes)} models have that name; give one whole: {_listed(namesakes)}"
         raise NoSuchNamespace(f"model {name!r}: {several}")
-    there = f"there are {_listed(known)}" if known else "the index is empty"
-    raise NoSuchNamespace(f"model {name!r}: nothing is of that model; {there}")
+    listed = f"there are {_listed(known)}" if known else "the index is empty"
+    raise NoSuchNamespace(f"model {name!r}: nothing is of that model; {listed}")
 
 
 def _listed(names: list[str]) -> str:

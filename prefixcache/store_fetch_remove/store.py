@@ -481,8 +481,8 @@ class StoreCall:
 
 def _most_rows(node: Node, wanted: int) -> Slot | None:
     """Return the one of a block's windows in RAM that has most rows of the `wanted` tokens (a bit each)."""
-    here = (slot for slot in node.windows if slot.image is not None)
-    return max(here, key=lambda slot: sum((m & wanted).bit_count() for m in slot.mask), default=None)
+    in_ram = (slot for slot in node.windows if slot.image is not None)
+    return max(in_ram, key=lambda slot: sum((m & wanted).bit_count() for m in slot.mask), default=None)
 
 
 def _unknown(live: Masks, slots: Iterable[Slot]) -> Masks:

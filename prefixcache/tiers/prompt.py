@@ -276,21 +276,21 @@ class Prompt:
         tiers, only_tails = tiers_to(tier), self._hits_whole_blocks(namespace)
         path, last = walk.path, walk.partial
         if path and (path[-1].rows is None or not path[-1].rows.tiers & tiers):
-            here = next(i for i, node in enumerate(path) if node.rows is None or not node.rows.tiers & tiers)
-            path, last = path[:here], path[here]
+            broken_at = next(i for i, node in enumerate(path) if node.rows is None or not node.rows.tiers & tiers)
+            path, last = path[:broken_at], path[broken_at]
         elif last is None and path and not path[-1].is_whole:
             path, last = path[:-1], path[-1]
         if last is None or self._may_end_in(last, namespace, tier):
             return walk
         assert last.parent is not None
         tokens = self.token_bytes[last.start * TOKEN_BYTES : (last.start + BLOCK) * TOKEN_BYTES]
-        there = [
+        candidates = [
             node
             for node in last.parent.children
             if not (only_tails and node.is_whole) and node.rows is not None and node.rows.tiers & tiers
         ]
-        place, nearest = bisect_left(there, tokens, key=lambda node: node.tokens), Nearest(None, 0)
-        for side in (reversed(there[:place]), there[place:]):
+        place, nearest = bisect_left(candidates, tokens, key=lambda node: node.tokens), Nearest(None, 0)
+        for side in (reversed(candidates[:place]), candidates[place:]):
             node = next((node for node in side if self._may_end_in(node, namespace, tier)), None)
             shared = common_tokens(node.tokens, tokens) if node is not None else 0
             if shared > nearest.shared:

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefixcache.blocks.use_times import MOST, STEP, UseTimes
+from prefixcache.blocks.recency import MOST, STEP, UseTimes
 
 PAUSES = st.lists(st.sampled_from([0.0, 0.5, 20.0, 59.0, 61.0, 3600.0]), min_size=1, max_size=60)
 

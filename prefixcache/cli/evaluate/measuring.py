@@ -261,8 +261,8 @@ def _recall(right: list[list[bool]], job: EvaluationSize) -> Facts:
         {"depth": depth, "asked": len(right), "right": sum(column)}
         for depth, column in zip(job.haystack_depths, zip(*right, strict=True), strict=True)
     ]
-    told = sum(row["right"] for row in by_depth)
-    return {"needles": {"asked": len(right) * len(by_depth), "right": told, "by_depth": by_depth}}
+    right_answers = sum(row["right"] for row in by_depth)
+    return {"needles": {"asked": len(right) * len(by_depth), "right": right_answers, "by_depth": by_depth}}
 
 
 def _exp(nats: float) -> float:

@@ -176,8 +176,8 @@ def grid(
     hots: Sequence[int | str],
 ) -> list[Cell]:
     """Return the cells of each with each. Without an SSD all admissions are one."""
-    each = product(rams, ssds, policies, admissions, hots)
-    cells = [Cell(ram, ssd, policy, admission, hot=hot) for ram, ssd, policy, admission, hot in each]
+    combinations = product(rams, ssds, policies, admissions, hots)
+    cells = [Cell(ram, ssd, policy, admission, hot=hot) for ram, ssd, policy, admission, hot in combinations]
     return list(dict.fromkeys(c if c.ssd else c._replace(admission=admissions[0]) for c in cells))
 
 
@@ -282,10 +282,10 @@ def _recommendation(
     beyond = advice.knee(costs, hits)
     if chosen is None or beyond is None:
         return None
-    told = {} if beyond == chosen or hits[beyond] <= hits[chosen] else _advised(cells, beyond, obstacles)
+    better = {} if beyond == chosen or hits[beyond] <= hits[chosen] else _advised(cells, beyond, obstacles)
     return {
         **_advised(cells, chosen, obstacles),
-        "beyond": told or None,
+        "beyond": better or None,
         "machine": _machine_facts(sizes, cells[chosen]["ram"], longest),
         "longest_bytes": _longest_bytes(sizes, longest),
     }
@@ -365,10 +365,10 @@ def fleet_facts(
     `sessions`: each request's. A row of one machine has no routing, one without a remote tier no admission to it.
     """
     rates = [Rates(assumed.prefill_rate, ssd, assumed.decode_rate) for ssd in assumed.ssd_rates]
-    link, each = Link(options.rtt, options.rate), len(outcomes) // len(ones)
+    link, per_size = Link(options.rtt, options.rate), len(outcomes) // len(ones)
     rows = []
     for i, pair in enumerate(ones):
-        of_size = [*map(_of_one, pair), *outcomes[i * each : (i + 1) * each]]
+        of_size = [*map(_of_one, pair), *outcomes[i * per_size : (i + 1) * per_size]]
         rows.append([_fleet_row(outcome, sizes.bytes_per_token, link, rates) for outcome in of_size])
     counts = Counter(sessions)
     return {

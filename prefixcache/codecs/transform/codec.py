@@ -132,8 +132,8 @@ class Calibrated:
         group, layer = place
         keys = stream.part == "keys"
         width = layer.key_width if keys else layer.value_width
-        here = stream.heads, stream.width, window
-        if here != (layer.heads, width, layer.window) or stream.dtype not in FLOATS:
+        shape = stream.heads, stream.width, window
+        if shape != (layer.heads, width, layer.window) or stream.dtype not in FLOATS:
             return None
         number = 2 * self.basis.groups[group].layers.index(layer) + (not keys)
         return Place(group, number)

@@ -165,9 +165,9 @@ def fit(groups: Iterable[tuple[Array, Array]], rounds: int = 2) -> Tables:
             of_rows, magnitudes = shifted(classes, gains_of(steps, classes, tables)), np.abs(steps)
             np.add.at(counts, (of_rows, symbol_of(magnitudes)), 1)
             for number in range(FITTED):
-                there = magnitudes == number + 1
-                sums[:, number] += np.bincount(of_rows[there], np.abs(values[there]), CLASSES)
-                seen[:, number] += np.bincount(of_rows[there], minlength=CLASSES)
+                matches = magnitudes == number + 1
+                sums[:, number] += np.bincount(of_rows[matches], np.abs(values[matches]), CLASSES)
+                seen[:, number] += np.bincount(of_rows[matches], minlength=CLASSES)
         tables = _tables(counts, sums, seen)
     return tables
 

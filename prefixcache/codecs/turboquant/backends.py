@@ -46,7 +46,7 @@ def on_gpu(form: Form) -> bool:
 
 def describe() -> dict[str, str]:
     """Return what runs here, for people: "device", where MLX's default device is a GPU, and "cpu"."""
-    said = {"cpu": c_rows.describe() if c_rows.available() else f"NumPy (C kernel: {c_rows.describe()})"}
+    described = {"cpu": c_rows.describe() if c_rows.available() else f"NumPy (C kernel: {c_rows.describe()})"}
     if not on_cpu():
-        said["device"] = gpu_rows.describe()
-    return said
+        described["device"] = gpu_rows.describe()
+    return described

@@ -248,17 +248,17 @@ class TurboQuant:
         return _pair(keys_and_values)[stream.part == "values"]
 
     def __str__(self) -> str:
-        said = [f"turboquant k{self.key_bits} v{self.value_bits}"]
-        said += ["plain"] * (not self.levelling)
-        said += [f"fp16 layers {self.fp16_layers}"] * (self.fp16_layers > 0)
-        said += [f"sinks {self.sink_tokens}"] * (self.sink_tokens != 4)
+        parts = [f"turboquant k{self.key_bits} v{self.value_bits}"]
+        parts += ["plain"] * (not self.levelling)
+        parts += [f"fp16 layers {self.fp16_layers}"] * (self.fp16_layers > 0)
+        parts += [f"sinks {self.sink_tokens}"] * (self.sink_tokens != 4)
         for layer, bits in self.layers.items():
-            said.append(f"layer {layer} raw" if bits is None else "layer {} k{} v{}".format(layer, *_pair(bits)))
-        said += [f"seed {self.seed}"] * (self.seed > 0)
-        said += ["with latents"] * (not self.raw_latents)
+            parts.append(f"layer {layer} raw" if bits is None else "layer {} k{} v{}".format(layer, *_pair(bits)))
+        parts += [f"seed {self.seed}"] * (self.seed > 0)
+        parts += ["with latents"] * (not self.raw_latents)
         if self.state_bits != STATE_BITS:
-            said.append("state raw" if self.state_bits is None else f"state {self.state_bits}")
-        return " ".join(said)
+            parts.append("state raw" if self.state_bits is None else f"state {self.state_bits}")
+        return " ".join(parts)
 
 
 def _check_bits(name: str, bits: object) -> None:
