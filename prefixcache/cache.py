@@ -29,8 +29,8 @@ from prefixcache.codecs import Codec, TurboQuant
 from prefixcache.keys import Tokens, as_model, as_salt, as_session, as_tokens
 from prefixcache.layers.classes import allow
 from prefixcache.layers.form import CacheForm
-from prefixcache.layers.image_layout import live_arrays
 from prefixcache.layers.read_ahead import ReadAhead
+from prefixcache.layers.reading import live_arrays
 from prefixcache.layers.stored import StoredPrompt
 from prefixcache.media import Media, as_media, check_placeholders, with_pseudo_ids
 from prefixcache.memory import trim_process_memory

@@ -20,7 +20,8 @@ import numpy as np
 
 from prefixcache import PrefixCache, TurboQuant
 from prefixcache.codecs import Codec
-from prefixcache.layers.image_layout import Plan, read
+from prefixcache.layers.image_layout import Plan
+from prefixcache.layers.reading import read
 from tools.tiny_hybrid import texts
 
 STEP, READ = 16, 64  # tokens between two reuses, and those that are read behind the last

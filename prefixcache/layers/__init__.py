@@ -4,7 +4,8 @@ arrays.
 
 from prefixcache.layers.adapters import CacheError
 from prefixcache.layers.classes import allow
-from prefixcache.layers.image_layout import Plan, Reading, read
+from prefixcache.layers.image_layout import Plan
+from prefixcache.layers.reading import Reading, read
 from prefixcache.layers.stored import StoredLayer, StoredPrompt
 
 __all__ = ["CacheError", "Plan", "Reading", "StoredLayer", "StoredPrompt", "allow", "read"]

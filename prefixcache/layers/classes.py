@@ -5,17 +5,8 @@ defines, and those that the user allowed. How each is read and made is `adapters
 from __future__ import annotations
 
 import importlib
-from typing import Any
 
-from prefixcache.layers.adapters import (
-    REGISTRY,
-    SNAPSHOT,
-    CacheError,
-    Leaf,
-    NotPlain,
-    adapter_of,
-    class_path,
-)
+from prefixcache.layers.adapters import CacheError, adapter_of, class_path
 
 TRUSTED = ("mlx_lm.models.", "mlx_vlm.models.", "prefixcache.live.")  # where layer caches are defined
 
@@ -63,13 +54,3 @@ def _import(path: str) -> type:
     if not isinstance(cls, type):
         raise CacheError(f"{path[:200]!r} is not a class")
     return cls
-
-
-def read_leaf(cache: Any, at: str) -> Leaf:
-    """Read one layer cache. A subclass that holds more beside its rows than its base is kept as a snapshot."""
-    try:
-        return adapter_of(type(cache)).read(cache, at)
-    except NotPlain:
-        if class_path(type(cache)) in REGISTRY:
-            raise
-        return SNAPSHOT.read(cache, at)

@@ -14,7 +14,7 @@ from typing import Any
 
 from prefixcache.keys import canonical
 from prefixcache.layers.adapters import CacheError, Layout
-from prefixcache.layers.image_layout import read
+from prefixcache.layers.reading import read
 
 
 class CacheForm:

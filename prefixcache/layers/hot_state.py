@@ -14,7 +14,8 @@ import mlx.core as mx
 from prefixcache.codecs.interchange import borrow, on_cpu
 from prefixcache.codecs.pieces import Piece
 from prefixcache.layers.adapters import CacheError, adapter_of, blank, class_path
-from prefixcache.layers.image_layout import Plan, is_list, live_arrays, read
+from prefixcache.layers.image_layout import Plan
+from prefixcache.layers.reading import is_list, live_arrays, read
 from prefixcache.layers.stored_rows import DecodedBeginning
 
 PLAIN = (bool, int, float, str, type(None))

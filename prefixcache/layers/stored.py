@@ -14,8 +14,9 @@ import mlx.core as mx
 from prefixcache.blocks.masks import mask_of
 from prefixcache.image_format import Image
 from prefixcache.layers.adapters import Layout
-from prefixcache.layers.image_layout import Plan, live_arrays
+from prefixcache.layers.image_layout import Plan
 from prefixcache.layers.read_ahead import ReadAhead
+from prefixcache.layers.reading import live_arrays
 from prefixcache.layers.restore import Restorer
 from prefixcache.layers.stored_rows import Block, DecodedBeginning, StoredRows
 

@@ -23,7 +23,8 @@ from prefixcache.blocks.node import Window
 from prefixcache.codecs import Codec, Raw
 from prefixcache.codecs.interchange import element, name_of
 from prefixcache.layers.adapters import CacheError, Layout, Leaf
-from prefixcache.layers.image_layout import Plan, read
+from prefixcache.layers.image_layout import Plan
+from prefixcache.layers.reading import read
 from prefixcache.planning.model_config import (
     ModelError,
     activation_dtype,

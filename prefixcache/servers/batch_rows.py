@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from prefixcache.layers.adapters import taken
-from prefixcache.layers.classes import read_leaf
-from prefixcache.layers.image_layout import is_list
+from prefixcache.layers.reading import is_list, read_leaf
 from prefixcache.upstream import row_count
 
 

@@ -16,7 +16,7 @@ from prefixcache.cache import PrefixCache
 from prefixcache.keys import BLOCK, common_prefix
 from prefixcache.layers.encode import evaluate
 from prefixcache.layers.form import CacheForm
-from prefixcache.layers.image_layout import read
+from prefixcache.layers.reading import read
 from prefixcache.media import chunks
 from prefixcache.servers.warm_prompts import WarmSequence
 from prefixcache.tiers.prompt import Prompt

@@ -12,7 +12,7 @@ from prefixcache.blocks.node import RAM
 from prefixcache.keys import BLOCK, common_prefix
 from prefixcache.layers.adapters import CacheError
 from prefixcache.layers.hot_state import HotState, nbytes_of
-from prefixcache.layers.image_layout import read
+from prefixcache.layers.reading import read
 from prefixcache.layers.stored_rows import DecodedBeginning
 from prefixcache.store_fetch_remove.namespaces import Namespaces
 from prefixcache.tiers.hot import DecodedState, HotPrompt

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from prefixcache.keys import TOKEN_BYTES
 from prefixcache.layers.adapters import arrays_in
-from prefixcache.layers.image_layout import read
+from prefixcache.layers.reading import read
 from prefixcache.store_fetch_remove.image_maker import LiveMaker
 from prefixcache.store_fetch_remove.namespaces import Namespaces
 from prefixcache.store_fetch_remove.store import StoreCall

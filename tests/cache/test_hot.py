@@ -14,7 +14,7 @@ from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache
 
 from prefixcache import PrefixCache
 from prefixcache.keys import BLOCK, common_prefix
-from prefixcache.layers.image_layout import live_arrays
+from prefixcache.layers.reading import live_arrays
 from prefixcache.tiers.hot import MOST
 from tests.inside import inside
 from tests.models import states

@@ -13,7 +13,8 @@ from mlx_lm.models.cache import ArraysCache, CacheList, KVCache
 from prefixcache import PrefixCache, TurboQuant
 from prefixcache.codecs import Codec, as_codec
 from prefixcache.image_format import Blueprint, HeaderFields, Spec
-from prefixcache.layers.image_layout import Plan, read
+from prefixcache.layers.image_layout import Plan
+from prefixcache.layers.reading import read
 from prefixcache.layers.snapshots import encode_state
 from tests.cache.test_write_back import extend, some_rows
 from tests.models.states import whole_hit

@@ -28,7 +28,8 @@ from prefixcache.codecs.transform.coding import GroupCoder
 from prefixcache.codecs.transform.tables import class_of, first_guess
 from prefixcache.image_format import Blueprint, HeaderFields, Image, ImageError, Spec, examine
 from prefixcache.keys import BLOCK, PSEUDO_IDS, chain
-from prefixcache.layers.image_layout import Plan, read
+from prefixcache.layers.image_layout import Plan
+from prefixcache.layers.reading import read
 from prefixcache.layers.transformed import DamagedBlock, decode_joined
 from prefixcache.layers.transformed_windows import CodedWindow
 from prefixcache.layers.transformed_windows import coded_window as coded_window_of
@@ -206,7 +207,8 @@ def ranges(data: bytes) -> None:
 def sound_state() -> tuple[Any, Blueprint, dict[str, np.ndarray]]:
     """A plan, and a snapshot with coded state: its blueprint and its tensors."""
     from prefixcache import TurboQuant
-    from prefixcache.layers.image_layout import Plan, read
+    from prefixcache.layers.image_layout import Plan
+    from prefixcache.layers.reading import read
     from prefixcache.layers.snapshots import encode_state
     from tests.models import states
 

@@ -10,7 +10,7 @@ from prefixcache import PrefixCache
 from prefixcache.keys import canonical
 from prefixcache.layers import CacheError
 from prefixcache.layers.form import CacheForm
-from prefixcache.layers.image_layout import read
+from prefixcache.layers.reading import read
 from prefixcache.servers.loaded_model import form_of
 from tests.models import states
 from tests.models.families import FAMILIES

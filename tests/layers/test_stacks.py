@@ -11,8 +11,8 @@ from prefixcache import PrefixCache
 from prefixcache.codecs import levels
 from prefixcache.codecs.turboquant.codec import TurboQuantRows
 from prefixcache.layers import stacks, stored_rows
-from prefixcache.layers.image_layout import live_arrays
 from prefixcache.layers.read_ahead import ReadAhead
+from prefixcache.layers.reading import live_arrays
 from tests.cache.test_write_back import images
 from tests.models.families import FAMILIES
 

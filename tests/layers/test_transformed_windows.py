@@ -9,7 +9,8 @@ from prefixcache import TurboQuant
 from prefixcache.codecs.transform.basis import Basis
 from prefixcache.codecs.transform.codec import Calibrated
 from prefixcache.image_format import DTYPES
-from prefixcache.layers.image_layout import Plan, read
+from prefixcache.layers.image_layout import Plan
+from prefixcache.layers.reading import read
 from prefixcache.layers.transformed import RowsToCode, TailRows, _streams_of
 from prefixcache.layers.transformed_windows import WindowRows, encode_window
 from tests.models import states

@@ -14,7 +14,7 @@ from mlx_lm.models.cache import ArraysCache, ChunkedKVCache, KVCache, RotatingKV
 
 from prefixcache import Media, PrefixCache, Stored, chunks
 from prefixcache.calibration.rows import window_of
-from prefixcache.layers.image_layout import read
+from prefixcache.layers.reading import read
 from prefixcache.tiers.prompt import Prompt
 from tests.inside import inside
 

@@ -13,7 +13,7 @@ from mlx_lm.models.cache import ArraysCache, ChunkedKVCache, KVCache, RotatingKV
 from prefixcache import PrefixCache, Raw, TurboQuant
 from prefixcache.blocks.node import Window
 from prefixcache.codecs import as_codec
-from prefixcache.layers.image_layout import read
+from prefixcache.layers.reading import read
 from prefixcache.planning import model as module
 from prefixcache.planning.model import Law, ModelError, ModelState, _probe, held_rows
 from prefixcache.planning.model_config import context_length

@@ -18,7 +18,7 @@ from prefixcache.codecs.choice import as_codec
 from prefixcache.codecs.transform.bases import Bases
 from prefixcache.codecs.transform.basis import Basis
 from prefixcache.codecs.transform.codec import Calibrated
-from prefixcache.layers.image_layout import read
+from prefixcache.layers.reading import read
 from prefixcache.memory import collector_at_rest
 from prefixcache.planning.model import ModelState
 from prefixcache.planning.outcome import Cell, CellOutcome

@@ -14,7 +14,7 @@ from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache
 
 from prefixcache.layers import CacheError
 from prefixcache.layers.form import CacheForm
-from prefixcache.layers.image_layout import read
+from prefixcache.layers.reading import read
 from prefixcache.planning.model_config import context_length
 from prefixcache.servers.chat_messages import TemplateRoles, template_roles
 from prefixcache.servers.loaded_model import form_of
