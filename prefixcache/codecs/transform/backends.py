@@ -29,19 +29,17 @@ def encode(values: Array, classes: Array, tables: Tables) -> tuple[Array, Array,
     return heads, words, entropy.decoded(steps, heads, classes, tables)
 
 
-def decode(heads: Array, words: Array, first: Array, classes: Array, tables: Tables, out: Array | None = None) -> Array:
+def decode(heads: Array, words: Array, first: Array, classes: Array, tables: Tables) -> Array:
     """Decode heads uint16 (rows,), words uint16, each row's from `first` (int64 (rows,)) on -> values in steps, float32
-    (rows, components), in `out` where there is one, whose rows are contiguous; zeros of rows that are kept as they are.
+    (rows, components); zeros of rows that are kept as they are.
 
-    entropy.DamagedCodes for words that no encoder wrote, where that shows; then `out` is of no use.
+    entropy.DamagedCodes for words that no encoder wrote, where that shows.
     """
-    if out is None:
-        out = np.empty((len(heads), len(classes)), np.float32)
-    if _in_c(classes):
-        c_entropy.decode(heads, words, first, classes, tables, out)
-    else:
-        out[...] = entropy.unpack(heads, words, first, classes, tables)
-    return out
+    if not _in_c(classes):
+        return entropy.unpack(heads, words, first, classes, tables)
+    values = np.empty((len(heads), len(classes)), np.float32)
+    c_entropy.decode(heads, words, first, classes, tables, values)
+    return values
 
 
 def _in_c(classes: Array) -> bool:

@@ -57,14 +57,13 @@ def loaded() -> Library:
         ("code", _CODE.itemsize),
         ("span", _SPAN.itemsize),
     )
-    library, reason = load("_transform", [(f"transform_size_of_{name}", size) for name, size in sizes])
-    if library is None:
-        return Library(None, reason)
-    library.transform_pack.argtypes = [ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
-    library.transform_pack.restype = ctypes.c_int64
-    library.transform_unpack.argtypes = [ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64]
-    library.transform_unpack.restype = ctypes.c_int
-    return Library(library)
+    library = load("_transform", [(f"transform_size_of_{name}", size) for name, size in sizes])
+    if (functions := library.functions) is not None:
+        functions.transform_pack.argtypes = [ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
+        functions.transform_pack.restype = ctypes.c_int64
+        functions.transform_unpack.argtypes = [ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64]
+        functions.transform_unpack.restype = ctypes.c_int
+    return library
 
 
 def available() -> bool:

@@ -78,13 +78,12 @@ _JOB, MEASURING = struct.Struct("=16q"), struct.Struct("=11q")
 @lru_cache(maxsize=1)
 def loaded() -> Library:
     sizes = (("form", ctypes.sizeof(_FormStruct)), ("job", _JOB.size), ("measuring", MEASURING.size))
-    library, reason = load("_turboquant", [(f"turboquant_size_of_{name}", size) for name, size in sizes])
-    if library is None:
-        return Library(None, reason)
-    for function in (library.turboquant_encode, library.turboquant_decode, library.turboquant_measure):
+    library = load("_turboquant", [(f"turboquant_size_of_{name}", size) for name, size in sizes])
+    for name in ("encode", "decode", "measure") if library.functions is not None else ():
+        function = getattr(library.functions, f"turboquant_{name}")
         function.argtypes = [ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int]
         function.restype = None
-    return Library(library)
+    return library
 
 
 def available() -> bool:
