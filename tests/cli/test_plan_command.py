@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import importlib
 import json
 import re
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 
 from prefixcache import PrefixCache
 from prefixcache.cli.plan import facts as plan_facts
+from prefixcache.cli.plan import planner
 from prefixcache.cli.plan import text as plan_text
 from prefixcache.cli.plan.options import DEFAULT_CODEC
 from prefixcache.cli.plan.shapes import SHAPES
@@ -23,7 +23,6 @@ from prefixcache.planning.sizes import StateSizes
 from tests.models.calibrated import calibrate
 from tests.servers.serving import save_model
 
-command = importlib.import_module("prefixcache.cli.plan.command")
 TINY = Path(__file__).parent.parent / "fixtures" / "tiny-llama"
 TOP = {"prefixcache", "model", "codecs", "macs", "trace", "codec", "assumed", "sizes", "fleet"}
 SIZES = {
@@ -140,7 +139,7 @@ def test_a_name_that_is_no_path_is_one_of_the_known_shapes(call):
     facts = json.loads(done.stdout)
     assert facts.keys() == TOP
     assert facts["model"]["parameters"] == pytest.approx(8.19e9, rel=0.001)
-    assert [c["codec"] for c in facts["codecs"]] == list(command.CODECS)
+    assert [c["codec"] for c in facts["codecs"]] == list(planner.CODECS)
     raw, turbo, *_ = facts["codecs"]
     assert raw["live_bytes_per_token"] == 36 * 8 * 128 * 2 * 2
     assert 3.8 < turbo["ratio"] < 4
@@ -793,7 +792,7 @@ def test_ctrl_c_ends_with_130(call, monkeypatch):
     def stop(name: str) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(command, "_model", stop)
+    monkeypatch.setattr(planner, "_model", stop)
     done = call("plan", "--model", TINY)
     assert (done.exit_code, done.stderr) == (130, "prefixcache: plan: stopped by SIGINT\n")
 
