@@ -28,7 +28,7 @@ SILENCE = 30.0  # seconds after which a rank without one is given up
 CONNECTING = 15.0  # seconds that the lines may take to come up
 HANG = 300.0  # seconds in one step of the model, unless the caller says otherwise
 
-ALIVE, END, ASK = "alive", "end", "ask"
+ALIVE, END, ASK, MEET = "alive", "end", "ask", "meet"
 
 
 class Watch:
@@ -48,6 +48,7 @@ class Watch:
         self._told: dict[int, int] = {}  # on rank 0: the steps of the others
         self._lines: dict[int, socket.socket] = {}
         self._ended: set[int] = set()  # ranks that have ended in order
+        self._meetings, self._met_by_first, self._meeting = 0, 0, threading.Condition()
         connected = self._connect(ranks)
         missing = [rank for rank, there in enumerate(ranks.each(int(connected))) if not there]
         if missing:
@@ -68,6 +69,17 @@ class Watch:
     def step_may_take_long(self) -> None:
         """Hear that its next step may take any time, such as loading a model."""
         self._may_take_long = True
+
+    def meet(self) -> None:
+        """Call before a collective for which rank 0 may have waited, such as the one about its next request: MLX waits by
+        looking without a pause, so the others wait here until rank 0 comes. Nothing hangs on it.
+        """
+        self._meetings += 1
+        for rank in self._lines if self.rank == 0 else ():
+            self._send(rank, f"{MEET} {self._meetings}")
+        if self.rank != 0 and self._lines:
+            with self._meeting:
+                self._meeting.wait_for(lambda: self._met_by_first >= self._meetings, BEAT)
 
     # -- ends -------------------------------------------------------------------------------------------------------------
 
@@ -169,6 +181,10 @@ class Watch:
         text = text.strip()
         if kind == ALIVE:
             self._told[rank] = int(text)
+        elif kind == MEET:
+            with self._meeting:
+                self._met_by_first = int(text)
+                self._meeting.notify()
         elif kind == ASK:
             self._on_ask()
         elif kind == END:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import openai
+import psutil
 import pytest
 import requests
 
@@ -362,6 +363,16 @@ def test_ranks_with_different_settings_are_refused(models, tmp_path, monkeypatch
     finally:
         for process in server.ranks:
             process.kill()
+
+
+def test_ranks_that_wait_for_a_request_rest(served):
+    def used() -> float:
+        return sum(sum(psutil.Process(rank.pid).cpu_times()[:2]) for rank in served.ranks)
+
+    turns(served)
+    before = used()
+    time.sleep(2)
+    assert used() - before < 1
 
 
 def test_metrics_are_at_rank_0(served):

@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from queue import Empty, Queue
 
@@ -116,6 +116,21 @@ def test_what_may_take_any_time_is_no_hang():
             watch.step_may_take_long()
         with pytest.raises(Empty):
             first.ends.get(timeout=0.8)
+
+
+def test_the_others_wait_until_rank_0_meets_them(monkeypatch):
+    monkeypatch.setattr(watching, "BEAT", 30.0)
+    with watches(3) as [(first, _), (second, _), (third, _)], ThreadPoolExecutor(2) as pool:
+        for _ in range(2):
+            meetings = [pool.submit(second.meet), pool.submit(third.meet)]
+            assert not wait(meetings, timeout=0.1).done
+            first.meet()
+            assert not wait(meetings, timeout=10).not_done
+
+
+def test_who_is_not_met_goes_on():
+    with watches(2) as [_, (second, _)]:
+        second.meet()
 
 
 def test_without_a_connection_it_warns_and_all_go_on(monkeypatch, caplog):

@@ -142,6 +142,8 @@ class RankTurns(Turns):
             item = None
         if self.is_first:
             message = END if self._ending else _packed(of, *item) if item is not None else None
+        if timeout is not None:
+            self._watch.meet()
         message = self._ranks.from_first(message)
         if not isinstance(message, bytes):
             if message == END:
