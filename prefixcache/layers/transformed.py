@@ -9,13 +9,14 @@ import mlx.core as mx
 import numpy as np
 
 from prefixcache.codecs.base import RowCodec
-from prefixcache.codecs.interchange import borrow, bring_in, copy_out, on_cpu
+from prefixcache.codecs.interchange import CopiesUnderWay, borrow, bring_in, copy_out, on_cpu
 from prefixcache.codecs.pieces import Piece
 from prefixcache.codecs.transform import gpu_coding
 from prefixcache.codecs.transform.coding import Codes
 from prefixcache.codecs.transform.entropy import DamagedCodes
 from prefixcache.keys import BLOCK
 from prefixcache.layers.adapters import Leaf
+from prefixcache.layers.finite import NotFinite, is_finite
 from prefixcache.layers.image_layout import Joined, Place, Plan, Section, Tensors
 
 
@@ -80,24 +81,78 @@ class RowsToCode(NamedTuple):
         return rows.swapaxes(0, 1)
 
 
-def encode_joined(plan: Plan, leaves: Sequence[Leaf], blocks: Sequence[BlockRows]) -> list[list[Codes]]:
-    """Encode, for each group of layers that keep every token, each block."""
+class CodedGroup(NamedTuple):
+    """Codes of a group's parts, and of each stream the rows that they decode to, one part's after the other's, where a GPU
+    has them: (heads, tokens, width).
+    """
+
+    codes: list[Codes]
+    decoded: list[mx.array]
+
+
+class JoinedCodes(NamedTuple):
+    """Codes of groups, block by block, whose arrays have what they are to have once all `copies` were waited for. And of each
+    group the rows that they decode to, where a GPU has those of all groups.
+    """
+
+    codes: list[list[Codes]]
+    decoded: list[list[Stretch]]
+    copies: list[CopiesUnderWay]
+
+    def wait(self) -> None:
+        """Wait for the copies, once."""
+        while self.copies:
+            self.copies.pop().wait()
+
+
+NO_CODES = JoinedCodes([], [], [])
+
+
+def encode_joined(plan: Plan, leaves: Sequence[Leaf], blocks: Sequence[BlockRows], decoding: bool) -> JoinedCodes:
+    """Begin to encode, for each group of layers that keep every token, each block. With `decoding`, a GPU keeps what they
+    decode to.
+    """
     groups = plan.rows.joined
     parts = [[_uncoded(joined, block, plan.sink_tokens) for block in blocks] for joined in groups]
-    uncoded = [[part for part in of_group if part.first < part.last] for of_group in parts]
-    codes = []
-    for of_group, encoded in zip(parts, encode_parts(plan, groups, leaves, uncoded), strict=True):
-        new = iter(encoded)
-        for_blocks = [[part.taken, next(new) if part.first < part.last else None] for part in of_group]
-        codes.append([one_after_another([of for of in both if of is not None]) for both in for_blocks])
-    return codes
+    if any(block.known is not None for block in blocks):  # codes of one block come from two places
+        uncoded = [[part for part in of_group if part.first < part.last] for of_group in parts]
+        codes = []
+        for of_group, encoded in zip(parts, encode_parts(plan, groups, leaves, uncoded), strict=True):
+            new = iter(encoded)
+            for_blocks = [[part.taken, next(new) if part.first < part.last else None] for part in of_group]
+            codes.append([one_after_another([of for of in both if of is not None]) for both in for_blocks])
+        return JoinedCodes(codes, [], [])
+    copies: list[CopiesUnderWay] = []
+    coded = [*_begun(plan, groups, leaves, parts, copies, decoding=decoding)]
+    counts = [(block.first, block.last - block.first) for block in blocks]
+    decoded = [_stretches(group.decoded, counts) for group in coded if group.decoded]
+    return JoinedCodes([group.codes for group in coded], decoded if len(decoded) == len(coded) else [], copies)
 
 
 def encode_parts(
     plan: Plan, groups: Sequence[Joined], leaves: Sequence[Leaf], parts: Sequence[Sequence[RowsToCode]]
-) -> Iterator[list[Codes]]:
+) -> list[list[Codes]]:
     """Encode of each group the rows of each part."""
-    return (_encode_on_gpu if gpu_coding.available() else _encode)(plan, groups, leaves, parts)
+    copies: list[CopiesUnderWay] = []
+    coded = [*_begun(plan, groups, leaves, parts, copies, decoding=False)]
+    for copy in copies:
+        copy.wait()
+    return [group.codes for group in coded]
+
+
+def _begun(
+    plan: Plan,
+    groups: Sequence[Joined],
+    leaves: Sequence[Leaf],
+    parts: Sequence[Sequence[RowsToCode]],
+    copies: list[CopiesUnderWay],
+    *,
+    decoding: bool,
+) -> Iterator[CodedGroup]:
+    """Begin to encode of each group the rows of each part; `copies` gets what is to be waited for."""
+    if gpu_coding.available():
+        return _encode_on_gpu(plan, groups, leaves, parts, copies, decoding=decoding)
+    return _encode(plan, groups, leaves, parts)
 
 
 def _uncoded(joined: Joined, block: BlockRows, sinks: int) -> RowsToCode:
@@ -120,18 +175,24 @@ def one_after_another(codes: Sequence[Codes]) -> Codes:
 
 def _encode(
     plan: Plan, groups: Sequence[Joined], leaves: Sequence[Leaf], parts: Sequence[Sequence[RowsToCode]]
-) -> Iterator[list[Codes]]:
+) -> Iterator[CodedGroup]:
     for joined, of_group in zip(groups, parts, strict=True):
         codes = []
         for part in of_group:
             rows = [part.of(leaves[leaf], stream, plan.tail_places[leaf][stream]) for leaf, stream in joined.streams]
             codes.append(joined.coder.encode(rows, part.first, part.skip, part.taken))
-        yield codes
+        yield CodedGroup(codes, [])
 
 
 def _encode_on_gpu(
-    plan: Plan, groups: Sequence[Joined], leaves: Sequence[Leaf], parts: Sequence[Sequence[RowsToCode]]
-) -> Iterator[list[Codes]]:
+    plan: Plan,
+    groups: Sequence[Joined],
+    leaves: Sequence[Leaf],
+    parts: Sequence[Sequence[RowsToCode]],
+    copies: list[CopiesUnderWay],
+    *,
+    decoding: bool,
+) -> Iterator[CodedGroup]:
     """Encode groups of which the same rows are to be coded together, as many as there is room for."""
     at = 0
     while at < len(groups):
@@ -144,20 +205,21 @@ def _encode_on_gpu(
         while alike < len(groups) and [part[:3] for part in parts[alike]] == blocks:
             alike += 1
         if not blocks:
-            yield from ([] for _ in range(at, alike))
+            yield from (CodedGroup([], []) for _ in range(at, alike))
             at = alike
             continue
         coders = [joined.coder for joined in groups[at:alike]]
         end = at + gpu_coding.at_once(coders, sum(block.last - block.first for block in blocks))
-        yield from gpu_coding.encode(
-            [
-                gpu_coding.GroupRows(
-                    joined.coder, _streams_of(plan, joined, leaves, of_group), [part.taken for part in of_group]
-                )
-                for joined, of_group in zip(groups[at:end], parts[at:end], strict=True)
-            ],
-            blocks,
-        )
+        rows = [
+            gpu_coding.GroupRows(
+                joined.coder, _streams_of(plan, joined, leaves, of_group), [part.taken for part in of_group]
+            )
+            for joined, of_group in zip(groups[at:end], parts[at:end], strict=True)
+        ]
+        encoding = gpu_coding.begin_encoding(rows, blocks, decoding=decoding)
+        copies.append(encoding.copies)
+        for number, codes in enumerate(encoding.codes):
+            yield CodedGroup(codes, encoding.decoded[number] if decoding else [])
         at = end
 
 
@@ -291,6 +353,17 @@ def codes_of(joined: Joined, tensors: Tensors, rows: slice) -> Codes:
     first = joined.coder.words_of(heads[: rows.start])
     heads = heads[rows]
     return Codes(heads, words[first : first + joined.coder.words_of(heads)], offsets, offset_steps)
+
+
+def joined_not_finite(joined: Joined, start: int, codes: Codes) -> NotFinite | None:
+    """Return the first row of a block, from token `start` on, that isn't finite: it is kept as it is."""
+    for row, values in joined.coder.rows_as_they_are(codes):
+        widths = [heads * width for heads, width in joined.coder.streams]
+        parts = np.split(values, np.cumsum(widths)[:-1])
+        for (leaf, _), part in zip(joined.streams, parts, strict=True):
+            if not is_finite(part, joined.coder.dtype):
+                return NotFinite(leaf, start + row)
+    return None
 
 
 def write_joined(joined: Joined, codes: Codes, tensors: Tensors) -> None:

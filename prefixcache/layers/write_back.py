@@ -16,8 +16,8 @@ from prefixcache.codecs.pieces import Piece, decode
 from prefixcache.image_format import Image
 from prefixcache.keys import BLOCK
 from prefixcache.layers.adapters import Leaf
-from prefixcache.layers.image_layout import Group, Member, Plan, Section, Tensors
-from prefixcache.layers.transformed import CodedBlocks, DamagedBlock, codes_of, decode_joined
+from prefixcache.layers.image_layout import Group, Joined, Member, Plan, Section, Tensors
+from prefixcache.layers.transformed import CodedBlocks, DamagedBlock, Stretch, codes_of, decode_joined
 from prefixcache.layers.transformed_windows import CodedWindow, coded_window
 
 
@@ -84,6 +84,14 @@ class WriteBack:
             ]
         )
 
+    def add_joined(self, joined: Joined, stretches: Sequence[Stretch]) -> None:
+        """Add rows of a group that is transformed, as a fetch would give them."""
+        for stretch in stretches:
+            for number, (leaf, stream) in enumerate(joined.streams):
+                if self._leaves[leaf].codes is None:
+                    _, member = self._plan.tail_places[leaf][stream]
+                    self.add(member, stretch.first, stretch.rows(number, joined.coder.dtype), self._plan.sink_tokens)
+
     def decode_joined_windows(self, images: Sequence[tuple[int, Tensors, tuple[int, ...]]]) -> None:
         """Add the rows of transformed layers in window images of whole blocks, each given with its block's first token and
         its masks, as far as the live cache holds their tokens.
@@ -107,19 +115,11 @@ class WriteBack:
         if not coded or not coded[0].blocks:
             return
         try:
-            rows, unchecked = [], []
-            for (joined, _), decoded in zip(coded, decode_joined(coded), strict=True):
-                for stretch in decoded.stretches:
-                    for number, (leaf, stream) in enumerate(joined.streams):
-                        if self._leaves[leaf].codes is not None:
-                            continue
-                        _, member = self._plan.tail_places[leaf][stream]
-                        rows.append((member, stretch.first, stretch.rows(number, joined.coder.dtype)))
-                unchecked.append(decoded._replace(stretches=[]))
-            for decoded in unchecked:  # of all groups, before any is put back
-                decoded.check()
-            for member, first, of_stream in rows:
-                self.add(member, first, of_stream, self._plan.sink_tokens)
+            decoded = [*decode_joined(coded)]
+            for of_group in decoded:  # of all groups, before any is put back
+                of_group.check()
+            for (joined, _), of_group in zip(coded, decoded, strict=True):
+                self.add_joined(joined, of_group.stretches)
         except DamagedBlock:  # the live cache keeps its own rows; a fetch deletes the image
             self.is_damaged = True
 

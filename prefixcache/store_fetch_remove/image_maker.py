@@ -23,11 +23,20 @@ from prefixcache.layers import live_codes
 from prefixcache.layers.adapters import Leaf
 from prefixcache.layers.encode import RowTarget, encode, evaluate
 from prefixcache.layers.finite import NotFinite, first_not_finite, image_not_finite, state_not_finite
-from prefixcache.layers.image_layout import Section, Tensors, TokenRuns
+from prefixcache.layers.image_layout import Plan, Section, Tensors, TokenRuns
 from prefixcache.layers.recode import EncodeRows, TakeCodes
 from prefixcache.layers.snapshots import State, encode_state
 from prefixcache.layers.taken_over import leading_rows, leading_window
-from prefixcache.layers.transformed import BlockRows, DamagedBlock, decoded, encode_joined, write_joined
+from prefixcache.layers.transformed import (
+    NO_CODES,
+    BlockRows,
+    DamagedBlock,
+    JoinedCodes,
+    decoded,
+    encode_joined,
+    joined_not_finite,
+    write_joined,
+)
 from prefixcache.layers.transformed_windows import CodedWindow, WindowRows, coded_runs, encode_window
 from prefixcache.layers.write_back import WriteBack
 from prefixcache.store_fetch_remove.jobs import NO_SOURCE, ImageJob
@@ -81,6 +90,9 @@ class Maker(Protocol):
         """Put the rows of blocks, and the state, that stood already into the live cache."""
 
 
+CodesOfImages = dict[tuple[ImageKind, bytes], list[Sequence[Codes | None]]]
+
+
 class LiveMaker:
     """A `Maker` that reads a live prompt cache, which a GPU may still compute. For one store, on its thread."""
 
@@ -103,7 +115,7 @@ class LiveMaker:
         # What a transform is to code is decoded batch by batch: decision 0058.
         self._to_decode = {i: leaf for i, leaf in coded.items() if live_codes.is_transformed(self._plan, i)}
         self.has_codes = len(coded) > len(self._to_decode)
-        self._copies_later = not on_cpu() and not (self.has_codes or self._plan.windows or self._plan.joined)
+        self._copies_later = not on_cpu() and not (coded or self._plan.windows)
         if not self._copies_later:
             evaluate(leaves)
         self._held = [self._plan.held(leaves, window) for window in range(len(self._plan.windows))]
@@ -114,8 +126,9 @@ class LiveMaker:
         self.recoded = 0
         # All rows of whole blocks, as far as they are kept.
         self.is_written_back = since is not None and not self._to_decode
-        # Of joined layers, by image: for each section of its joined. From `encoded` to `make`.
-        self._codes: dict[tuple[ImageKind, bytes], list[Sequence[Codes | None]]] = {}
+        # Of joined layers, from `encoded` to `make`: by image, for each section of its joined; and of rows images together.
+        self._codes: CodesOfImages = {}
+        self._joined = NO_CODES
 
     def held(self, window: int) -> TokenRuns:
         return self._held[window]
@@ -139,11 +152,13 @@ class LiveMaker:
         jobs = [self._taking_over(job) for job in (jobs if self._copies_later else self._finite(jobs))]
         jobs = [job if self._is_decodable(job) else self._of_live_rows(job) for job in jobs]
         jobs = [job for job in jobs if job.kind != WINDOW or any(job.mask)]
-        self._codes.clear()
         coded = [job for job in jobs if plan.rows.joined and job.kind == ROWS and job.coded]
         if coded:
-            of_groups = encode_joined(plan, self._leaves, list(map(_block_rows, coded)))
-            self._codes |= {(ROWS, job.key): [of] for job, of in zip(coded, zip(*of_groups, strict=True), strict=True)}
+            blocks = list(map(_block_rows, coded))
+            self._joined = encode_joined(plan, self._leaves, blocks, decoding=self._back is not None)
+            of_blocks = zip(*self._joined.codes, strict=True)
+            self._codes |= {(ROWS, job.key): [of] for job, of in zip(coded, of_blocks, strict=True)}
+            jobs = self._with_finite_codes(jobs) if self._copies_later else jobs
         windows = [job for job in jobs if job.kind == WINDOW and job.coded]
         of_windows = [
             encode_window(plan, w, self._leaves, [_window_rows(job, w) for job in windows])
@@ -172,6 +187,17 @@ class LiveMaker:
             return jobs
         self.not_finite, self.state = wrong, None
         return [job for job in of_rows if job.start < wrong.token - wrong.token % BLOCK]
+
+    def _with_finite_codes(self, jobs: list[ImageJob]) -> list[ImageJob]:
+        """Return the jobs for the blocks before that of the first row of joined layers that isn't finite."""
+        for job in jobs:
+            (of_rows,) = self._codes.get((ROWS, job.key), [()])
+            for joined, codes in zip(self._plan.rows.joined, of_rows, strict=False):
+                wrong = joined_not_finite(joined, job.start, codes) if codes is not None else None
+                if wrong is not None:
+                    self._note(wrong)
+                    return [other for other in jobs if other.kind == ROWS and other.start < job.start]
+        return jobs
 
     def _taking_over(self, job: ImageJob) -> ImageJob:
         """Return the job with codes of its source for those leading rows only that the live cache holds as they decode."""
@@ -259,7 +285,12 @@ class LiveMaker:
             else:
                 for section, count in self._plan.in_rows(job.start, job.length, job.coded):
                     targets[id(section)][1].extend(self._fill_rows(job, draft, section, count))
-        self._write_joined(jobs, drafts)
+        codes, joined, is_decoded = self._codes, self._joined, self._joined_goes_back(jobs)
+        codes_later = self._copies_later and is_decoded
+        if not codes_later:
+            _write_codes(self._plan, jobs, drafts, codes, joined)
+            self._decode_codes(jobs, drafts, of_rows=not is_decoded)
+        self._codes, self._joined = {}, NO_CODES
         for section, rows in targets.values():
             copies += encode(section, self._leaves, rows, self._back)
         if self._copies_later:
@@ -273,6 +304,8 @@ class LiveMaker:
             self._put_back_windows(jobs, drafts)
 
         def images() -> list[Image]:
+            if codes_later:
+                _write_codes(self._plan, jobs, drafts, codes, joined)
             _run(copies)
             return self._sealed(jobs, drafts)
 
@@ -327,27 +360,29 @@ class LiveMaker:
                 if job.kind == WINDOW and job.coded and job.source.window is not None and job.known is None:
                     self._back.decode_window(job.start, draft.tensors, job.mask)
 
-    def _write_joined(self, jobs: list[ImageJob], drafts: list[ImageDraft]) -> None:
-        """Write the codes that `encoded` made, and decode those of whole blocks for the live cache."""
-        plan, whole, windows = self._plan, [], []
-        for job, draft in zip(jobs, drafts, strict=True):
-            of_sections = self._codes.get((job.kind, job.key))
-            if of_sections is None:
-                continue
-            for section, of_section in zip(
-                [plan.rows] if job.kind == ROWS else plan.windowed, of_sections, strict=True
-            ):
-                for joined, codes in zip(section.joined, of_section, strict=True):
-                    if codes is not None:
-                        write_joined(joined, codes, draft.tensors)
-            if job.kind == ROWS and job.length == BLOCK:
-                whole.append((job.start, draft.tensors))
-            if job.kind == WINDOW and (job.source.window is None or job.known is None):
-                windows.append((job.start, draft.tensors, job.mask))
-        if self._back is not None:
-            self._back.decode_joined(whole)
-            self._back.decode_joined_windows(windows)
-        self._codes.clear()
+    def _joined_goes_back(self, jobs: Sequence[ImageJob]) -> bool:
+        """Add what the rows of joined layers decode to, where a GPU has it. False where codes are to be decoded for that."""
+        coded = [job for job in jobs if (ROWS, job.key) in self._codes]
+        if self._back is None or not coded:
+            return True
+        joined = self._joined
+        if not joined.decoded or len(joined.codes[0]) > len(coded) or any(job.length < BLOCK for job in coded):
+            return False
+        for group, stretches in zip(self._plan.rows.joined, joined.decoded, strict=True):
+            self._back.add_joined(group, stretches)
+        return True
+
+    def _decode_codes(self, jobs: Sequence[ImageJob], drafts: Sequence[ImageDraft], *, of_rows: bool) -> None:
+        """Decode the codes of whole blocks, which the drafts have, for the live cache: of windows, and `of_rows`."""
+        if self._back is None:
+            return
+        there = [pair for pair in zip(jobs, drafts, strict=True) if (pair[0].kind, pair[0].key) in self._codes]
+        if of_rows:
+            whole = [(job, draft) for job, draft in there if job.kind == ROWS and job.length == BLOCK]
+            self._back.decode_joined([(job.start, draft.tensors) for job, draft in whole])
+        windows = [pair for pair in there if pair[0].kind == WINDOW]
+        new = [(job, draft) for job, draft in windows if job.source.window is None or job.known is None]
+        self._back.decode_joined_windows([(job.start, draft.tensors, job.mask) for job, draft in new])
 
     def _fill_rows(self, job: ImageJob, draft: ImageDraft, section: Section, count: int) -> list[RowTarget]:
         """Take over the source's codes; return the target of the rows that are to be encoded behind them, if any."""
@@ -394,6 +429,19 @@ class LiveMaker:
             self.is_written_back &= bool(self._state_back)
             self.put_back()
         self.is_written_back &= not self._back.is_damaged
+
+
+def _write_codes(
+    plan: Plan, jobs: Sequence[ImageJob], drafts: Sequence[ImageDraft], codes: CodesOfImages, joined: JoinedCodes
+) -> None:
+    """Write the codes that `encoded` began to make into the images."""
+    joined.wait()
+    for job, draft in zip(jobs, drafts, strict=True):
+        sections = [plan.rows] if job.kind == ROWS else plan.windowed
+        for section, of_section in zip(sections, codes.get((job.kind, job.key), ()), strict=False):
+            for group, of_group in zip(section.joined, of_section, strict=True):
+                if of_group is not None:
+                    write_joined(group, of_group, draft.tensors)
 
 
 def _block_rows(job: ImageJob) -> BlockRows:

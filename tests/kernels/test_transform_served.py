@@ -13,6 +13,7 @@ from prefixcache.codecs.transform import gpu_coding, gpu_entropy
 from prefixcache.kernels import transform_entropy, transform_rows
 from prefixcache.layers.read_ahead import ReadAhead
 from prefixcache.layers.transformed import DamagedBlock
+from prefixcache.store_fetch_remove.store import StoreCall
 from tests.corruption.test_transformed import changed
 from tests.corruption.test_transformed import opened as opened_in
 from tests.models.transforming import SINKS, prompt, tiny
@@ -31,8 +32,16 @@ def place(request, run_at, monkeypatch):
     return request.param
 
 
+@pytest.fixture(params=["at once", "behind"])
+def way(request, monkeypatch):
+    """Whether a store waits for its codes, as where the host has MLX's arrays, or a thread of the cache does."""
+    for module in ("layers.encode", "layers.finite", "store_fetch_remove.image_maker") * (request.param == "behind"):
+        monkeypatch.setattr(f"prefixcache.{module}.on_cpu", lambda: False)
+    return request.param
+
+
 @pytest.fixture(params=["llama-bf16", "qwen2"])
-def served(request, place, opened, tmp_path):
+def served(request, place, way, opened, tmp_path):
     model = tiny(request.param)
     assert gpu_coding.available()
     return model, opened(basis_dir=model.saved(tmp_path), ram="40MB", codec="transform:4")
@@ -102,6 +111,30 @@ def test_write_back_leaves_in_the_live_cache_what_a_fetch_gives(served):
     again = model.prefill(TOKENS)
     cache.store(TOKENS, again, model=model.identity, write_back_from=0)
     assert near(model, rows(again, len(TOKENS)), rows(live, len(TOKENS)))
+
+
+@pytest.mark.parametrize("at", [40, 300, 511])
+def test_nothing_is_kept_from_the_block_of_a_row_that_is_not_finite(served, at):
+    model, cache = served
+    live = model.prefill(TOKENS)
+    values = live[-1].values
+    values[:, :, at] = float("nan")
+    live[-1].values = values
+    assert cache.store(TOKENS, live, model=model.identity, write_back_from=0).tokens == at // 256 * 256
+    assert cache.stats().counters.not_finite == 1
+    cache.check_integrity()
+
+
+def test_blocks_that_find_no_room_stay_as_they_were_computed(served, monkeypatch):
+    model, cache = served
+    reserve = StoreCall._reserve
+    monkeypatch.setattr(StoreCall, "_reserve", lambda call, jobs: reserve(call, jobs[:1]))
+    live = model.prefill(TOKENS)
+    computed = rows(live, len(TOKENS))
+    assert cache.store(TOKENS, live, model=model.identity, write_back_from=0).tokens == 256
+    assert near(model, rows(live, 256), rows(fetched(cache, model, TOKENS, 256), 256))
+    for mine, theirs in zip(rows(live, len(TOKENS)), computed, strict=True):
+        assert np.array_equal(mine[:, :, 256:], theirs[:, :, 256:])
 
 
 def noise(tensors):

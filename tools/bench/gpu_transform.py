@@ -88,7 +88,7 @@ def _of_groups(joined: int, tokens: int, prefill: float, scale: str) -> Iterator
     mx.eval(
         vectors,
         values,
-        [(batch.heads, batch.first, batch.words, batch.offsets, batch.offset_steps) for batch in batches],
+        [(batch.heads, batch.first, batch.words, [of[:2] for of in batch.beside]) for batch in batches],
     )
 
     def timed(work: Callable[[], Iterable[Any]]) -> Callable[[int], float]:

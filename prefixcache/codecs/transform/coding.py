@@ -124,12 +124,18 @@ class GroupCoder:
             rows = self._backward(values, first)
             rows += self._read_offsets(codes)
             streams = self._apart(rows, first)
-        for row in np.flatnonzero(gain_of(codes.heads) == AS_IT_IS):
-            whole = codes.words[ends[row] - counts[row] : ends[row]].view(element(self.dtype).numpy)
+        for row, whole in self.rows_as_they_are(codes):
             for stream, bits in zip(streams, np.split(whole, self._ends[:-1]), strict=True):
                 stream[row] = bits.reshape(stream.shape[1:])
         assert all(len(stream) == tokens for stream in streams)
         return streams
+
+    def rows_as_they_are(self, codes: Codes) -> Iterator[tuple[int, Array]]:
+        """Yield the numbers of rows that aren't coded, and their values (channels,), bf16 as uint16."""
+        rows = np.flatnonzero(gain_of(codes.heads) == AS_IT_IS).tolist()
+        ends = np.cumsum(self.row_words(codes.heads)) if rows else ()
+        for row in rows:
+            yield row, codes.words[ends[row] - self.raw_words : ends[row]].view(element(self.dtype).numpy)
 
     # -- the way there and back -----------------------------------------------------------------------------------------
 

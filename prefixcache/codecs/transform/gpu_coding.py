@@ -19,7 +19,15 @@ import mlx.core as mx
 import numpy as np
 
 from prefixcache.codecs.gather import gather, stacked
-from prefixcache.codecs.interchange import Array, as_float32, begin_copies, bring_in, copy_out, element
+from prefixcache.codecs.interchange import (
+    Array,
+    CopiesUnderWay,
+    as_float32,
+    begin_copies,
+    bring_in,
+    copy_out,
+    element,
+)
 from prefixcache.codecs.threads import share_out
 from prefixcache.codecs.transform import gpu_entropy
 from prefixcache.codecs.transform.basis import MARGIN, QUALITIES, LayerGroup
@@ -68,10 +76,20 @@ class GroupCodes(NamedTuple):
     blocks: Sequence[Codes]
 
 
+class BesideValues(NamedTuple):
+    """What a group's rows are beside their values: of each block, on the GPU, `Codes.offsets` (blocks, (channels + 1) // 2)
+    and `offset_steps` (blocks, heads); of the rows that are kept as they are their numbers and, (rows, channels), bits.
+    """
+
+    offsets: mx.array
+    offset_steps: mx.array
+    kept: Array
+    bits: Array
+
+
 class GroupBatch(NamedTuple):
     """Codes of several groups, of the tokens of `runs`, in the GPU's memory: heads uint16 (groups, rows), the first word of
-    each row uint32 (groups, rows), words uint16, and of each group and block `Codes.offsets` and `offset_steps`. Of rows that
-    are kept as they are, by group, the numbers and bits are here.
+    each row uint32 (groups, rows), words uint16.
     """
 
     coders: tuple[GroupCoder, ...]
@@ -79,9 +97,17 @@ class GroupBatch(NamedTuple):
     heads: mx.array
     first: mx.array
     words: mx.array
-    offsets: Sequence[mx.array]
-    offset_steps: Sequence[mx.array]
-    kept: Sequence[tuple[Array, Array]]
+    beside: Sequence[BesideValues]
+
+
+class Encoding(NamedTuple):
+    """Codes of each group and block, whose arrays have what they are to have once `copies` were waited for. And, where that
+    was asked for, of each group the rows that `decode` would give, (heads, tokens, width) by stream: lazy.
+    """
+
+    codes: list[list[Codes]]
+    decoded: list[list[mx.array]]
+    copies: CopiesUnderWay
 
 
 class _Operands(NamedTuple):
@@ -218,6 +244,15 @@ def _memory() -> int:
 
 def encode(groups: Sequence[GroupRows], blocks: Sequence[BlockSpan]) -> list[list[Codes]]:
     """Return the codes of groups, all of which have rows of these blocks: of each group and block."""
+    encoding = begin_encoding(groups, blocks)
+    encoding.copies.wait()
+    return encoding.codes
+
+
+def begin_encoding(groups: Sequence[GroupRows], blocks: Sequence[BlockSpan], *, decoding: bool = False) -> Encoding:
+    """Encode, and wait for no more than how long codes are. With `decoding`, of blocks none of which has settled codes, what
+    a fetch would give of them stays on the GPU.
+    """
     coders = [group.coder for group in groups]
     runs = tuple((block.first, block.last) for block in blocks)
     skipped = np.concatenate([np.arange(block.last - block.first) < block.skip for block in blocks])
@@ -244,29 +279,48 @@ def encode(groups: Sequence[GroupRows], blocks: Sequence[BlockSpan]) -> list[lis
     mx.async_eval(offsets)
     heads, ends = coded.wait()  # while the GPU finds the offsets
     rest = begin_copies([gpu_entropy.gathered(packed, int(ends[-1, -1])), *(part for run in offsets for part in run)])
-    as_they_are = gain_of(heads) == AS_IT_IS
-    if as_they_are.any():
+    as_they_are = [np.flatnonzero(of_group) for of_group in gain_of(heads) == AS_IT_IS]
+    bits = [_bits(group.streams, kept) for group, kept in zip(groups, as_they_are, strict=True)]
+    decoded = []
+    if decoding:
+        beside = _beside(coders, offsets, as_they_are, bits)
+        decoded = [
+            _restored(coder, packed.decoded[g : g + 1], runs, of_group)
+            for g, (coder, of_group) in enumerate(zip(coders, beside, strict=True))
+        ]
+        mx.async_eval(decoded)
+    if any(map(len, as_they_are)):
         rest.wait()  # their words are joined with these rows' bits
-    words, *beside = rest.arrays
-    numbers, steps = ([of_group for of_run in part for of_group in of_run] for part in (beside[::2], beside[1::2]))
+    words, *parts = rest.arrays
+    numbers, steps = ([of_group for of_run in part for of_group in of_run] for part in (parts[::2], parts[1::2]))
     edges = _edges(runs)
     ends_of_blocks = ends[:, np.array(edges[1:]) - 1].tolist()
-    encoded, word = [], 0
-    for g, (_, streams, settled) in enumerate(groups):
-        kept = np.flatnonzero(as_they_are[g])
-        bits = _bits(streams, kept)
-        of_group = []
-        for number, (known, end) in enumerate(zip(settled, ends_of_blocks[g], strict=True)):
+    codes, word = [], 0
+    for g, group in enumerate(groups):
+        kept, of_blocks = as_they_are[g], []
+        for number, (known, end) in enumerate(zip(group.settled, ends_of_blocks[g], strict=True)):
             rows = slice(edges[number], edges[number + 1])
             own_words, word = words[word:end], end
             if len(kept):
-                whole_rows = bits[np.searchsorted(kept, rows.start) : np.searchsorted(kept, rows.stop)]
+                whole_rows = bits[g][np.searchsorted(kept, rows.start) : np.searchsorted(kept, rows.stop)]
                 own_words = _with_rows(heads[g, rows], own_words, whole_rows)
             of_block = (numbers[g][:, number], steps[g][:, number]) if known is None else known[2:]
-            of_group.append(Codes(heads[g, rows], own_words, *of_block))
-        encoded.append(of_group)
-    rest.wait()
-    return encoded
+            of_blocks.append(Codes(heads[g, rows], own_words, *of_block))
+        codes.append(of_blocks)
+    return Encoding(codes, decoded, rest)
+
+
+def _beside(
+    coders: Sequence[GroupCoder],
+    offsets: Sequence[tuple[mx.array, mx.array]],
+    kept: Sequence[Array],
+    bits: Sequence[Array],
+) -> list[BesideValues]:
+    """Return what is beside the values of groups, whose offsets `_offsets` has given."""
+    by_block = [[mx.contiguous(mx.swapaxes(part, 1, 2)) for part in run] for run in offsets]
+    of_groups = [pair for numbers, steps in by_block for pair in zip(numbers, steps, strict=True)]
+    of_rows = zip(coders, of_groups, kept, bits, strict=True)
+    return [BesideValues(*pair, rows, own.view(element(coder.dtype).numpy)) for coder, pair, rows, own in of_rows]
 
 
 def _alike(coders: Sequence[GroupCoder]) -> list[slice]:
@@ -404,20 +458,21 @@ def brought_in(groups: Sequence[GroupCodes], firsts: Sequence[int]) -> GroupBatc
             for codes, length in zip(group.blocks, own, strict=True)
         ]
     )
-    kept = []
-    for group, own, of_group in zip(groups, heads, ends, strict=True):
+    offsets = _parts([np.stack([codes.offsets for codes in group.blocks]) for group in groups])
+    steps = _parts([np.stack([codes.offset_steps for codes in group.blocks]) for group in groups])
+    beside = []
+    for g, (group, own, of_group) in enumerate(zip(groups, heads, ends, strict=True)):
         rows = np.flatnonzero(gain_of(own) == AS_IT_IS)
-        bits = [words[of_group[row] - group.coder.raw_words : of_group[row]] for row in rows]
-        kept.append((rows, np.stack(bits).view(element(group.coder.dtype).numpy) if bits else np.empty(0)))
+        whole = [words[of_group[row] - group.coder.raw_words : of_group[row]] for row in rows]
+        bits = np.stack(whole).view(element(group.coder.dtype).numpy) if whole else np.empty((0, 0))
+        beside.append(BesideValues(offsets[g], steps[g], rows, bits))
     return GroupBatch(
         tuple(group.coder for group in groups),
         tuple((first, first + count) for first, count in zip(firsts, counts, strict=True)),
         mx.array(heads),
         mx.array((ends - row_words).astype(np.uint32)),
         mx.array(words),
-        _parts([np.stack([codes.offsets for codes in group.blocks]) for group in groups]),
-        _parts([np.stack([codes.offset_steps for codes in group.blocks]) for group in groups]),
-        kept,
+        beside,
     )
 
 
@@ -461,33 +516,34 @@ def decode_batch(batch: GroupBatch) -> list[Restored]:
     coders = batch.coders
     classes = Classes.of([coder.classes for coder in coders])
     values, wrong = gpu_entropy.unpack(batch.heads, batch.words, batch.first, classes, coders[0].tables)
-    restored = []
-    for g, coder in enumerate(coders):
-        of = _operands(coder)
-        turned = mx.swapaxes(values[g : g + 1, : of.by_head[0].shape[1]], 1, 2)
-        products = [
-            (turned @ (vectors @ inverse)).view(mx.uint16)
-            for vectors, inverse in zip(of.by_head, of.inverses, strict=True)
-        ]
-        restored.append(Restored(_restored(coder, products, batch, g), wrong[g]))
-    return restored
+    return [
+        Restored(_restored(coder, values[g : g + 1], batch.runs, of_group), wrong[g])
+        for g, (coder, of_group) in enumerate(zip(coders, batch.beside, strict=True))
+    ]
 
 
-def _restored(coder: GroupCoder, products: Sequence[mx.array], batch: GroupBatch, group: int) -> list[mx.array]:
-    """Return rows of each stream: products with what was scaled, centred and turned back as it was."""
+def _restored(
+    coder: GroupCoder, values: mx.array, runs: tuple[tuple[int, int], ...], beside: BesideValues
+) -> list[mx.array]:
+    """Return rows of each stream, of values float16 (1, components at least, rows): their products with what was scaled,
+    centred and turned back as it was.
+    """
     on_gpu, of, dialect = coder.group.on_gpu, _operands(coder), gpu_entropy.dialect()
-    beside = _block_of_each(batch.runs), batch.offsets[group], batch.offset_steps[group]
-    kept, bits = batch.kept[group]
+    turned = mx.swapaxes(values[:, : of.by_head[0].shape[1]], 1, 2)
+    products = [
+        (turned @ (vectors @ inverse)).view(mx.uint16) for vectors, inverse in zip(of.by_head, of.inverses, strict=True)
+    ]
+    of_blocks = _block_of_each(runs), beside.offsets, beside.offset_steps
     streams, at = [], 0
     for i, (heads, width) in enumerate(coder.streams):
-        form, phases = _form(coder, i, batch.runs, decoding=True)
+        form, phases = _form(coder, i, runs, decoding=True)
         restored = kernels.restore(
-            dialect, form, [products[of.runs[i]], on_gpu.mean, on_gpu.scale, *beside, *phases, of.places[i]]
+            dialect, form, [products[of.runs[i]], on_gpu.mean, on_gpu.scale, *of_blocks, *phases, of.places[i]]
         )
         stream = restored.view(element(coder.dtype).mlx)
-        if len(kept):
-            whole = bits[:, at : at + heads * width].reshape(len(kept), heads, width).swapaxes(0, 1)
-            stream[:, mx.array(kept)] = bring_in(np.ascontiguousarray(whole), coder.dtype)
+        if kept := len(beside.kept):
+            whole = beside.bits[:, at : at + heads * width].reshape(kept, heads, width).swapaxes(0, 1)
+            stream[:, mx.array(beside.kept)] = bring_in(np.ascontiguousarray(whole), coder.dtype)
         streams.append(stream)
         at += heads * width
     return streams
