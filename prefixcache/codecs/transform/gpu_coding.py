@@ -100,7 +100,7 @@ class GroupBatch(NamedTuple):
     beside: Sequence[BesideValues]
 
 
-class Encoding(NamedTuple):
+class EncodingUnderWay(NamedTuple):
     """Codes of each group and block, whose arrays have what they are to have once `copies` were waited for. And, where that
     was asked for, of each group the rows that `decode` would give, (heads, tokens, width) by stream: lazy.
     """
@@ -249,7 +249,9 @@ def encode(groups: Sequence[GroupRows], blocks: Sequence[BlockSpan]) -> list[lis
     return encoding.codes
 
 
-def begin_encoding(groups: Sequence[GroupRows], blocks: Sequence[BlockSpan], *, decoding: bool = False) -> Encoding:
+def begin_encoding(
+    groups: Sequence[GroupRows], blocks: Sequence[BlockSpan], *, decoding: bool = False
+) -> EncodingUnderWay:
     """Encode, and wait for no more than how long codes are. With `decoding`, of blocks none of which has settled codes, what
     a fetch would give of them stays on the GPU.
     """
@@ -307,7 +309,7 @@ def begin_encoding(groups: Sequence[GroupRows], blocks: Sequence[BlockSpan], *, 
             of_block = (numbers[g][:, number], steps[g][:, number]) if known is None else known[2:]
             of_blocks.append(Codes(heads[g, rows], own_words, *of_block))
         codes.append(of_blocks)
-    return Encoding(codes, decoded, rest)
+    return EncodingUnderWay(codes, decoded, rest)
 
 
 def _beside(
