@@ -11,8 +11,9 @@ import numpy as np
 
 from prefixcache.blocks.masks import RowPairs
 from prefixcache.codecs.base import Decoding, Encoding
+from prefixcache.codecs.interchange import Array
 from prefixcache.codecs.turboquant.measure_levels import measure_levels
-from prefixcache.layers.image_layout import Group, Section, Tensors
+from prefixcache.layers.image_layout import Section, Tensors
 from prefixcache.layers.transformed import codes_of, decoded
 
 
@@ -43,11 +44,12 @@ class CopyRows(NamedTuple):
     pairs: RowPairs
 
     def run(self) -> None:
-        places, others = _places(self.section), _places(self.other)
-        for stream in places.keys() & others.keys():
-            (group, heads), (other_group, other_heads) = places[stream], others[stream]
+        if not self.pairs:  # then an image need not have the section's tensors
+            return
+        rows, others = _rows_as_they_are(self.section, self.tensors), _rows_as_they_are(self.other, self.source)
+        for stream in rows.keys() & others.keys():
             for into, out in self.pairs:
-                self.tensors[group.names[0]][into, heads] = self.source[other_group.names[0]][out, other_heads]
+                rows[stream][into] = others[stream][out]
 
 
 class DecodeRows(NamedTuple):
@@ -64,21 +66,18 @@ class DecodeRows(NamedTuple):
 
     def run(self) -> None:
         """Decode. DamagedBlock for joined rows' codes that no encoder wrote."""
-        places = _places(self.tails)
+        rows = _rows_as_they_are(self.tails, self.tensors)
         for joined in self.section.joined:
             for (into, out), token in zip(self.pairs, self.tokens, strict=True):
-                rows = decoded(joined, token, codes_of(joined, self.source, out))
-                for at, of_stream in zip(joined.streams, rows, strict=True):
-                    tail, heads = places[at]
-                    self.tensors[tail.names[0]][into, heads] = of_stream
+                of_streams = decoded(joined, token, codes_of(joined, self.source, out))
+                for stream, of_stream in zip(joined.streams, of_streams, strict=True):
+                    rows[stream][into] = of_stream
         for group in self.section.groups:
             for member in group.members:
-                tail, heads = places[member.leaf, member.stream]
                 of_member, batch = group.levels(self.source, member), []
                 for into, out in self.pairs:
                     planes = tuple(self.source[name][out, member.in_group] for name in group.names)
-                    rows = self.tensors[tail.names[0]][into, heads].swapaxes(0, 1)
-                    batch.append(Decoding(planes, rows, of_member))
+                    batch.append(Decoding(planes, rows[member.leaf, member.stream][into].swapaxes(0, 1), of_member))
                 group.codec.decode_all(batch)
 
 
@@ -94,23 +93,22 @@ class EncodeRows(NamedTuple):
     measured: Sequence[slice]
 
     def run(self) -> None:
-        places = _places(self.tails)
+        rows = _rows_as_they_are(self.tails, self.source)
         for group in self.section.groups:
-            parts = []
-            for member in group.members:
-                tail, heads = places[member.leaf, member.stream]
-                parts.append(self.source[tail.names[0]][:, heads])
-            of_group, measured = np.concatenate(parts, axis=1), None
+            of_group = np.concatenate([rows[member.leaf, member.stream] for member in group.members], axis=1)
+            measured = None
             if group.steps:
-                parts = [of_group[rows] for rows in self.measured]
-                measured = measure_levels(np.concatenate(parts), group.codec.centred)
+                sample = np.concatenate([of_group[part] for part in self.measured])
+                measured = measure_levels(sample, group.codec.centred)
                 group.write_levels(self.tensors, measured.packed())
             planes = tuple(self.tensors[name] for name in group.names)
             group.codec.encode_all([Encoding(of_group, planes, measured)])
 
 
-def _places(section: Section) -> dict[tuple[int, str], tuple[Group, slice]]:
-    """Say where the rows of each leaf and stream stand."""
+def _rows_as_they_are(section: Section, tensors: Tensors) -> dict[tuple[int, str], Array]:
+    """Return the rows of each leaf and stream, (rows, heads, width), of a section that keeps them as they are: views."""
     return {
-        (member.leaf, member.stream): (group, member.in_group) for group in section.groups for member in group.members
+        (member.leaf, member.stream): tensors[group.names[0]][:, member.in_group]
+        for group in section.groups
+        for member in group.members
     }

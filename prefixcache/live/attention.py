@@ -17,9 +17,9 @@ from prefixcache.codecs.turboquant.coding import CodedSpan
 from prefixcache.codecs.turboquant.format import AttentionCall, AttentionPart, CodedRows
 from prefixcache.codecs.turboquant.live import attend as attend_to_part
 from prefixcache.codecs.turboquant.live import with_logits
-from prefixcache.live.buffers import Two
 from prefixcache.live.decoding import decoded_heads, joined
 from prefixcache.live.layer_state import LayerState
+from prefixcache.live.ragged import Pair
 
 Mask = mx.array | str | None
 
@@ -191,7 +191,7 @@ def _with_pads(layer: LayerState, length: int, mask: Mask) -> mx.array:
 class NumberedRows(NamedTuple):
     """Keys and values (B, heads, n, width), and for each sequence the numbers of these n rows, -1 for none."""
 
-    rows: Two
+    rows: Pair
     numbers: list[list[int]]
 
 

@@ -9,13 +9,14 @@ somebody does.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import mlx.core as mx
 
 from prefixcache.codecs.interchange import on_cpu
 from prefixcache.live import ragged
+from prefixcache.live.ragged import Pair, as_pair
 from prefixcache.memory import trim_process_memory
 
 if TYPE_CHECKING:
@@ -25,8 +26,6 @@ STEP = 256  # rows by which a buffer grows
 LARGE = 1 << 22  # bytes of a buffer worth waiting for when it grows
 MOST_NUMBERS = 8
 ALL = slice(None)
-
-Two = tuple[mx.array, mx.array]
 
 
 class Alignment(NamedTuple):
@@ -57,14 +56,14 @@ class Alignment(NamedTuple):
 class RowBuffer(NamedTuple):
     """Keys and values of all rows, (B, heads, capacity, width) each; no arrays before the first row."""
 
-    arrays: Two | None = None
+    arrays: Pair | None = None
 
     def put(self, first: mx.array, second: mx.array, at: int) -> Self:
         """Return the rows with these rows from row `at` on."""
         before = self.arrays or (None, None)
         return type(self)((_put(before[0], first, at), _put(before[1], second, at)))
 
-    def cut_out(self, rows: slice, heads: slice = ALL, sequences: slice = ALL) -> Two:
+    def cut_out(self, rows: slice, heads: slice = ALL, sequences: slice = ALL) -> Pair:
         assert self.arrays is not None
         first, second = self.arrays
         return first[sequences, heads, rows], second[sequences, heads, rows]
@@ -75,21 +74,21 @@ class RowBuffer(NamedTuple):
         """Return one sequence's rows, copied out."""
         if self.arrays is None:
             return self
-        return type(self)(_two(mx.contiguous(array[b : b + 1, :, rows]) for array in self.arrays))
+        return type(self)(as_pair(mx.contiguous(array[b : b + 1, :, rows]) for array in self.arrays))
 
     def selected(self, indices: mx.array) -> Self:
-        return self if self.arrays is None else type(self)(_two(ragged.selected(self.arrays, indices)))
+        return self if self.arrays is None else type(self)(ragged.selected(self.arrays, indices))
 
     def without_first(self, rows: int) -> Self:
         return self if self.arrays is None or not rows else type(self)(self.cut_out(slice(rows, None)))
 
     def rolled(self, shifts: mx.array) -> Self:
-        return self if self.arrays is None else type(self)(_two(ragged.rolled(self.arrays, shifts)))
+        return self if self.arrays is None else type(self)(ragged.rolled(self.arrays, shifts))
 
     @classmethod
     def stacked(cls, singles: Sequence[tuple[RowBuffer, int]]) -> Self:
         """Return one batch of single sequences, of which so many rows count, left-padded to the longest."""
-        return cls(_two(ragged.stacked([(buffer.arrays, rows) for buffer, rows in singles])))
+        return cls(ragged.stacked([(buffer.arrays, rows) for buffer, rows in singles]))
 
     def joined(self, rows: int, sequences: int, other: RowBuffer, other_rows: int, other_sequences: int) -> Self:
         """Return the sequences of both, right-justified to the longer; of which so many rows count."""
@@ -98,7 +97,7 @@ class RowBuffer(NamedTuple):
             return self
         mine = self.arrays or ragged.without_rows(alike, sequences)
         others = other.arrays or ragged.without_rows(alike, other_sequences)
-        return type(self)(_two(ragged.joined(mine, rows, others, other_rows)))
+        return type(self)(ragged.joined(mine, rows, others, other_rows))
 
 
 class CodeBuffer(RowBuffer):
@@ -127,7 +126,7 @@ class FirstRows(NamedTuple):
     """Keys and values of each sequence's first `size` tokens, uncoded: (B, heads, size, width)."""
 
     size: int
-    arrays: Two | None = None
+    arrays: Pair | None = None
 
     def put(self, keys: mx.array, values: mx.array, at: int, pads: Sequence[int]) -> FirstRows:
         """Return the rows with those of these rows, the first of which is row `at`, that are among a sequence's first."""
@@ -143,10 +142,10 @@ class FirstRows(NamedTuple):
     def sequence(self, b: int) -> FirstRows:
         if self.arrays is None:
             return self
-        return FirstRows(self.size, _two(mx.contiguous(array[b : b + 1]) for array in self.arrays))
+        return FirstRows(self.size, as_pair(mx.contiguous(array[b : b + 1]) for array in self.arrays))
 
     def selected(self, indices: mx.array) -> FirstRows:
-        return self if self.arrays is None else FirstRows(self.size, _two(ragged.selected(self.arrays, indices)))
+        return self if self.arrays is None else FirstRows(self.size, ragged.selected(self.arrays, indices))
 
     @staticmethod
     def listed(several: Sequence[FirstRows], batches: Sequence[int]) -> FirstRows:
@@ -162,7 +161,7 @@ class RecentRows(NamedTuple):
 
     size: int
     floors: tuple[int, ...] = ()
-    arrays: Two | None = None
+    arrays: Pair | None = None
 
     def first(self, sequence: int, end: int) -> int:
         """Return the first row that is recent, of a sequence that ends at row `end`."""
@@ -194,7 +193,7 @@ class RecentRows(NamedTuple):
         into_keys[:, :, place : place + 1], into_values[:, :, place : place + 1] = keys, values
         return RecentRows(self.size, self.floors, (into_keys, into_values))
 
-    def pieces(self, b: int, heads: slice, low: int, high: int) -> list[Two]:
+    def pieces(self, b: int, heads: slice, low: int, high: int) -> list[Pair]:
         """Return rows `low` to `high` (not included) of a sequence, in order: (1, heads, n, width)."""
         if self.arrays is None:
             return []
@@ -221,7 +220,7 @@ class RecentRows(NamedTuple):
 
     def selected(self, indices: mx.array, ends: Sequence[int]) -> RecentRows:
         floors = tuple(self.first(b, ends[b]) for b in ragged.numbers(indices))
-        arrays = None if self.arrays is None else _two(ragged.selected(self.arrays, indices))
+        arrays = None if self.arrays is None else ragged.selected(self.arrays, indices)
         return RecentRows(self.size, floors, arrays)
 
     def cut(self, ends: Sequence[int], rows: int) -> RecentRows:
@@ -236,7 +235,7 @@ class RecentRows(NamedTuple):
     def _turned(self, shifts: Sequence[int]) -> RecentRows:
         if self.arrays is None or all(n % self.size == 0 for n in shifts):
             return self
-        return self._replace(arrays=_two(ragged.rolled(self.arrays, mx.array([n % self.size for n in shifts]))))
+        return self._replace(arrays=ragged.rolled(self.arrays, mx.array([n % self.size for n in shifts])))
 
     @staticmethod
     def listed(several: Sequence[RecentRows], batches: Sequence[int]) -> RecentRows:
@@ -288,7 +287,7 @@ def _put(buffer: mx.array | None, new: mx.array, at: int) -> mx.array:
     return buffer
 
 
-def _written(arrays: Two, b: int | slice, into: slice, rows: Two) -> Two:
+def _written(arrays: Pair, b: int | slice, into: slice, rows: Pair) -> Pair:
     written = copy.copy(arrays[0]), copy.copy(arrays[1])
     for array, new in zip(written, rows, strict=True):
         # Rows that fill the array are copied: as a view they would take its place, and keep a whole prefill alive.
@@ -296,22 +295,17 @@ def _written(arrays: Two, b: int | slice, into: slice, rows: Two) -> Two:
     return written
 
 
-def _zeros(keys: mx.array, values: mx.array, rows: int) -> Two:
-    return _two(mx.zeros((*part.shape[:2], rows, part.shape[3]), keys.dtype) for part in (keys, values))
+def _zeros(keys: mx.array, values: mx.array, rows: int) -> Pair:
+    return as_pair(mx.zeros((*part.shape[:2], rows, part.shape[3]), keys.dtype) for part in (keys, values))
 
 
-def _listed(several: Sequence[Two | None], batches: Sequence[int]) -> Two | None:
+def _listed(several: Sequence[Pair | None], batches: Sequence[int]) -> Pair | None:
     """Return one behind the other, zeros for each batch that has none."""
     alike = next((arrays for arrays in several if arrays is not None), None)
     if alike is None:
         return None
     filled = [
-        arrays or _two(mx.zeros((count, *array.shape[1:]), array.dtype) for array in alike)
+        arrays or as_pair(mx.zeros((count, *array.shape[1:]), array.dtype) for array in alike)
         for arrays, count in zip(several, batches, strict=True)
     ]
-    return _two(mx.concatenate([arrays[i] for arrays in filled]) for i in range(2))
-
-
-def _two(arrays: Iterable[mx.array]) -> Two:
-    first, second = arrays
-    return first, second
+    return as_pair(mx.concatenate([arrays[i] for arrays in filled]) for i in range(2))

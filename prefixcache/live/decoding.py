@@ -9,11 +9,11 @@ import mlx.core as mx
 from prefixcache.codecs.interchange import element
 from prefixcache.codecs.packing import words_of
 from prefixcache.codecs.turboquant.live import LevelStack, decode
-from prefixcache.live.buffers import Two
 from prefixcache.live.layer_state import LayerState
+from prefixcache.live.ragged import Pair
 
 
-def decoded_heads(layer: LayerState, first: int, heads: int) -> Two:
+def decoded_heads(layer: LayerState, first: int, heads: int) -> Pair:
     """Return keys and values of some heads: (B, `heads`, rows, width), zero where padding is."""
     some = slice(first, first + heads)
     if layer.waiting is not None and layer.waiting.arrays is not None:
@@ -22,10 +22,10 @@ def decoded_heads(layer: LayerState, first: int, heads: int) -> Two:
     return sequences[0] if len(sequences) == 1 else joined(sequences, axis=0)
 
 
-def decoded_sequence(layer: LayerState, b: int, heads: slice) -> Two:
+def decoded_sequence(layer: LayerState, b: int, heads: slice) -> Pair:
     """Return keys and values of one sequence, from its parts: (1, heads, rows, width) each."""
     pad, end, count = layer.pads[b], layer.alignment.end_of(b), heads.stop - heads.start
-    pieces: list[Two] = []
+    pieces: list[Pair] = []
     if pad:
         pieces.append(_padding(layer, count, min(pad, layer.rows)))
     if layer.sinks.arrays is not None and (leading := min(layer.choice.sink_tokens, max(end - pad, 0))):
@@ -40,7 +40,7 @@ def decoded_sequence(layer: LayerState, b: int, heads: slice) -> Two:
     return pieces[0] if len(pieces) == 1 else joined(pieces, axis=2)
 
 
-def decoded_codes(layer: LayerState, b: int, heads: slice, rows: slice, stacks: Sequence[LevelStack]) -> Two:
+def decoded_codes(layer: LayerState, b: int, heads: slice, rows: slice, stacks: Sequence[LevelStack]) -> Pair:
     """Return rows of a sequence by their codes, coded with these levels: (1, heads, rows, width) each."""
     codes, scales = layer.codes.cut_out(rows, heads, slice(b, b + 1))
     (keys, values), dtype = stacks, layer.known_kind().dtype
@@ -51,12 +51,12 @@ def decoded_codes(layer: LayerState, b: int, heads: slice, rows: slice, stacks: 
     )
 
 
-def joined(pieces: list[Two], axis: int) -> Two:
+def joined(pieces: list[Pair], axis: int) -> Pair:
     """Return keys and values of all pieces, one behind the other."""
     return mx.concatenate([keys for keys, _ in pieces], axis), mx.concatenate([values for _, values in pieces], axis)
 
 
-def _padding(layer: LayerState, heads: int, rows: int) -> Two:
+def _padding(layer: LayerState, heads: int, rows: int) -> Pair:
     """Return rows of zeros: (1, heads, rows, width) each."""
     kind = layer.known_kind()
     keys, values = (mx.zeros((1, heads, rows, width), element(kind.dtype).mlx) for width in kind.widths)

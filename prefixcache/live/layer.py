@@ -16,9 +16,10 @@ import mlx.core as mx
 from prefixcache.codecs.interchange import name_of
 from prefixcache.codecs.turboquant.coding import PLAIN, Choice, LayerLevels, LayerRows, Run
 from prefixcache.codecs.turboquant.live import Encoder, encode, encoder
-from prefixcache.live.buffers import Alignment, CodeBuffer, FirstRows, RecentRows, RowNumbers, Two
+from prefixcache.live.buffers import Alignment, CodeBuffer, FirstRows, RecentRows, RowNumbers
 from prefixcache.live.layer_state import NO_ROWS, LayerState
 from prefixcache.live.levels import LEAST_MEASURED, SharedLevels, measured_from
+from prefixcache.live.ragged import Pair
 
 
 class Steps(NamedTuple):
@@ -56,7 +57,7 @@ class CodedLayer(LayerState):
 
     @classmethod
     def of_codes(
-        cls, choice: Choice, kind: LayerRows, runs: Sequence[Run], codes: Two, rows: int, sinks: Two | None
+        cls, choice: Choice, kind: LayerRows, runs: Sequence[Run], codes: Pair, rows: int, sinks: Pair | None
     ) -> CodedLayer:
         """Take codes and scales that are there already, `rows` in use, of equally long sequences with the same levels."""
         batch = codes[0].shape[0]

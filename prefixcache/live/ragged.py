@@ -1,30 +1,35 @@
 """Arrays of several sequences at once: joined, stacked, rolled and selected, whatever their rows mean.
 
-All take a tuple of arrays (B, H, T, w), where B, H and T are the same in each and w and the dtype need not be (codes,
-scales, keys, values: whatever a live cache keeps). Rows are right-justified to an index, `used`: row `used - 1` is the
-last token of every sequence, rows before a sequence's own left padding are nobody's, rows from `used` are spare. The
-caches keep those numbers; nothing here does.
+All take a pair of arrays (B, H, T, w), where B, H and T are the same in both and w and the dtype need not be: codes and
+scales, or keys and values. Rows are right-justified to an index, `used`: row `used - 1` is the last token of every sequence,
+rows before a sequence's own left padding are nobody's, rows from `used` are spare. The caches keep those numbers; nothing
+here does.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
 
-Arrays = tuple[mx.array, ...]
+Pair = tuple[mx.array, mx.array]
 
 
-def rolled(arrays: Arrays, shifts: mx.array) -> Arrays:
+def as_pair(arrays: Iterable[mx.array]) -> Pair:
+    first, second = arrays
+    return first, second
+
+
+def rolled(arrays: Pair, shifts: mx.array) -> Pair:
     """Return each sequence's rows moved right by its own `shifts[b]` (B,) integers, what falls off comes in at the left."""
     rows = arrays[0].shape[2]
     source = ((mx.arange(rows) - shifts[:, None]) % rows)[:, None, :, None]
-    return tuple(mx.take_along_axis(array, source, axis=2) for array in arrays)
+    return as_pair(mx.take_along_axis(array, source, axis=2) for array in arrays)
 
 
-def joined(first: Arrays, first_used: int, second: Arrays, second_used: int) -> Arrays:
+def joined(first: Pair, first_used: int, second: Pair, second_used: int) -> Pair:
     """Return the sequences of `first`, then those of `second`, right-justified to the greater of both indices.
 
     A side's left padding grows by what its index does. The spare rows are as many as the longer side has room for.
@@ -35,13 +40,13 @@ def joined(first: Arrays, first_used: int, second: Arrays, second_used: int) -> 
     def justified(array: mx.array, rows: int) -> mx.array:
         return mx.pad(array[:, :, :rows], [(0, 0), (0, 0), (used - rows, capacity - used), (0, 0)])
 
-    return tuple(
+    return as_pair(
         mx.concatenate([justified(a, first_used), justified(b, second_used)])
         for a, b in zip(first, second, strict=True)
     )
 
 
-def stacked(rows: Sequence[tuple[Arrays | None, int]]) -> Arrays:
+def stacked(rows: Sequence[tuple[Pair | None, int]]) -> Pair:
     """Return one batch of single sequences, left-padded with zeros to the longest: (B, H, longest, w).
 
     Each is (its arrays (1, H, T, w), how many rows of them count); None or 0 rows make a sequence of zeros only.
@@ -53,21 +58,21 @@ def stacked(rows: Sequence[tuple[Arrays | None, int]]) -> Arrays:
         raise ValueError("stacked(): no sequence has arrays, so nothing says how wide a row is")
     absent = without_rows(shape, 1)
 
-    def padded(which: int, arrays: Arrays | None, length: int) -> mx.array:
+    def padded(which: int, arrays: Pair | None, length: int) -> mx.array:
         array = absent[which] if arrays is None else arrays[which][:, :, :length]
         return mx.pad(array, [(0, 0), (0, 0), (longest - length, 0), (0, 0)])
 
-    return tuple(mx.concatenate([padded(i, *row) for row in rows]) for i in range(len(shape)))
+    return as_pair(mx.concatenate([padded(i, *row) for row in rows]) for i in range(len(shape)))
 
 
-def selected(arrays: Arrays, indices: mx.array) -> Arrays:
+def selected(arrays: Pair, indices: mx.array) -> Pair:
     """Return the sequences of these `indices` (int32, see `chosen`), in their order."""
-    return tuple(array[indices] for array in arrays)
+    return as_pair(array[indices] for array in arrays)
 
 
-def without_rows(arrays: Arrays, sequences: int) -> Arrays:
+def without_rows(arrays: Pair, sequences: int) -> Pair:
     """Return (sequences, H, 0, w) arrays like these: a batch that has seen nothing, for `joined`."""
-    return tuple(mx.zeros((sequences, a.shape[1], 0, a.shape[3]), a.dtype) for a in arrays)
+    return as_pair(mx.zeros((sequences, a.shape[1], 0, a.shape[3]), a.dtype) for a in arrays)
 
 
 def chosen(indices: Sequence[int] | mx.array, sequences: int) -> mx.array:

@@ -13,8 +13,9 @@ from prefixcache.codecs.interchange import borrow, copy_out, element
 from prefixcache.codecs.levels import Levels
 from prefixcache.codecs.packing import words_of
 from prefixcache.codecs.turboquant.coding import Choice, LayerLevels, LayerRows, Run
-from prefixcache.live.buffers import Alignment, CodeBuffer, FirstRows, RecentRows, RowBuffer, Two
+from prefixcache.live.buffers import Alignment, CodeBuffer, FirstRows, RecentRows, RowBuffer
 from prefixcache.live.layer import CodedLayer
+from prefixcache.live.ragged import Pair
 
 VERSION = 1
 
@@ -99,7 +100,7 @@ def _arrays_fit(layer: CodedLayer, kind: LayerRows) -> bool:
     rows, dtype, has_arrays = layer.rows, element(kind.dtype).mlx, False
     words = sum(words_of(form.width, form.codebook.bits) for form in layer.choice.forms(kind))
     widths: list[tuple[tuple[int, ...], mx.Dtype]] = [((width,), dtype) for width in kind.widths]
-    wanted: list[tuple[Two | None, list[tuple[tuple[int, ...], mx.Dtype]], int]] = [
+    wanted: list[tuple[Pair | None, list[tuple[tuple[int, ...], mx.Dtype]], int]] = [
         (layer.codes.arrays, [((words,), mx.uint32), ((2,), mx.uint16)], rows),
         (layer.waiting.arrays if layer.waiting is not None else None, widths, rows),
         (layer.sinks.arrays, widths, layer.sinks.size),

@@ -55,17 +55,11 @@ class KnownBlock(NamedTuple):
     source: CodeSource = NO_SOURCE
 
 
-class ReservedJobs(NamedTuple):
-    """The first of a batch's jobs, and the room that is reserved for them."""
+class BegunBatch(NamedTuple):
+    """Jobs whose images are being made, in the room that is reserved for them: `images` waits for them, on any thread."""
 
     jobs: list[ImageJob]
     reservation: Reservation
-
-
-class BegunBatch(NamedTuple):
-    """Images that are being made, in the room that is reserved for them: `images` waits for them, on any thread."""
-
-    reserved: ReservedJobs
     images: Callable[[], list[Image]]
 
 
@@ -115,7 +109,7 @@ class StoreCall:
                     pass
             finally:
                 for batch in begun:
-                    batch.reserved.reservation.release()
+                    batch.reservation.release()
                 stored = self._finish()
             return stored
 
@@ -145,15 +139,15 @@ class StoreCall:
             jobs = self._next_jobs()
         jobs = self._maker.encoded(jobs)
         with self._storage.lock:
-            reserved = self._reserve(jobs)
+            first_jobs, reservation = self._reserve(jobs)
         kept = not jobs
-        if reserved is not None:
+        if reservation is not None:
             try:
-                images = self._maker.make(reserved.jobs)
+                images = self._maker.make(first_jobs)
             except BaseException:
-                reserved.reservation.release()
+                reservation.release()
                 raise
-            kept = publish(BegunBatch(reserved, images)) and len(reserved.jobs) == len(jobs)
+            kept = publish(BegunBatch(first_jobs, reservation, images)) and len(first_jobs) == len(jobs)
             self._maker.put_back()  # here, not at the end: decoded rows of a long prompt are large
         elif jobs:
             self._warn_if_too_large(jobs[0])
@@ -161,10 +155,10 @@ class StoreCall:
         return kept and (wrong is None or wrong.token is None)
 
     def _publish_batch(self, batch: BegunBatch) -> bool:
-        with batch.reserved.reservation:
-            jobs, images = batch.reserved.jobs, batch.images()
+        with batch.reservation:
+            images = batch.images()
             with self._storage.lock:
-                return self._publish(batch.reserved, images) and len(images) == len(jobs)
+                return self._publish(batch, images) and len(images) == len(batch.jobs)
 
     # -- planning, under the lock -------------------------------------------------------------------------------------
 
@@ -351,8 +345,8 @@ class StoreCall:
     def _pin(self, *slots: Slot | None) -> None:
         self._pinned += self._storage.graph.pin(slot for slot in slots if slot is not None)
 
-    def _reserve(self, jobs: list[ImageJob]) -> ReservedJobs | None:
-        """Reserve room for the jobs, or for as many of the first of them as there is. None where there is none."""
+    def _reserve(self, jobs: list[ImageJob]) -> tuple[list[ImageJob], Reservation | None]:
+        """Reserve room for the jobs, or for as many of the first of them as there is. Returns those jobs, and the room."""
         slot_bytes = self._storage.graph.slot_bytes
         while jobs:
             cost = sum(job.cost(slot_bytes) for job in jobs)
@@ -360,10 +354,10 @@ class StoreCall:
             reservation = self._storage.ram.reserve(cost, self._deadline - time.monotonic(), claim=claim)
             if reservation is not None:
                 self._claim.add(cost)
-                return ReservedJobs(jobs, reservation)
+                return jobs, reservation
             # Half a batch, and less, before giving up: the leading blocks are the ones worth most.
             jobs = jobs[: len(jobs) // 2]
-        return None
+        return [], None
 
     def _warn_if_too_large(self, refused: ImageJob) -> None:
         cost = refused.cost(self._storage.graph.slot_bytes)
@@ -371,12 +365,12 @@ class StoreCall:
 
     # -- publishing, under the lock -----------------------------------------------------------------------------------
 
-    def _publish(self, reserved: ReservedJobs, images: list[Image]) -> bool:
+    def _publish(self, batch: BegunBatch, images: list[Image]) -> bool:
         """Give the images their places in the graph. False where one has none any more: the others behind it neither."""
         graph = self._storage.graph
         if self._storage.namespaces.get(self._namespace.row.root) is not self._namespace:
             return False  # the namespace held nothing and was dropped meanwhile
-        for job, image in zip(reserved.jobs, images, strict=False):  # those behind NaN have none
+        for job, image in zip(batch.jobs, images, strict=False):  # those behind NaN have none
             node: Node | None = self._grown.get(job.start, job.parent)
             if job.kind == WINDOW:
                 node = self._grown.get(job.end, job.known)
@@ -384,13 +378,13 @@ class StoreCall:
                 return False  # removed meanwhile
             if job.kind == ROWS:
                 assert node.end == job.start
-                node = graph.grow(node, job.tokens, reserved.reservation, job.key, self._label)
+                node = graph.grow(node, job.tokens, batch.reservation, job.key, self._label)
                 if node is None:
                     return False
                 self._grown[node.end] = node
                 if job.length == BLOCK and node.end > self._parent.end:  # else blocks after it were known
                     self._parent = node
-            if self._enter(job, node, image, reserved.reservation):
+            if self._enter(job, node, image, batch.reservation):
                 self._new_bytes += image.nbytes
                 if job.kind == ROWS:
                     self._new_tokens += job.length - job.source.known
