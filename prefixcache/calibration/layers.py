@@ -2,7 +2,7 @@
 
 One rule decides: single tokens, run alone at several positions, must give a layer the same keys everywhere once the
 rotation of one of the model's RoPE modules, or none, is undone. A token that attends to itself alone gets its own value
-whatever its position is, so what enters each layer is the same, and only RoPE is left to differ.
+whatever its position is, so each layer's input is the same at every position, and only RoPE makes its keys differ.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Statistics of a model's keys, with RoPE undone, and values, and how much what it says next depends on each of them.
+"""Statistics of a model's keys, with RoPE undone, and of its values, and how much its next token depends on each of them.
 
 `collect` reads windows of tokens twice: all of them for means and covariances, then some for the Fisher information of the
-next token's likelihood. Of windows that are held back from both it keeps a sample of rows. What is made of the statistics is
-`design`'s business.
+next token's likelihood. Of windows that are held back from both it keeps a sample of rows. `design` makes a basis of the
+statistics.
 """
 
 from __future__ import annotations

@@ -124,7 +124,9 @@ def _turns(room: dict[str, int], count: int) -> list[str]:
 
 
 def _spread_over_kinds(turns: list[str], count: int) -> set[int]:
-    """Return the places of `count` turns, of the kinds of the first ones, evenly spaced among those of each kind."""
+    """Choose `count` turns: as many of each kind as the first `count` have, evenly spaced among all turns of that kind.
+    Return their places.
+    """
     chosen: set[int] = set()
     for kind in dict.fromkeys(turns[:count]):
         places = [place for place, of_kind in enumerate(turns) if of_kind == kind]

@@ -28,7 +28,8 @@ class Library(NamedTuple):
 def load(name: str, sizes: Sequence[tuple[str, int]]) -> Library:
     """Load the library `name`.
 
-    `sizes` are functions of it, and what each must return: the bytes of a structure that both sides know.
+    `sizes`: for each structure that both sides know, the library's function that returns its bytes, and how many those must
+    be.
     """
     path = FOLDER / f"{name}.so"
     if not path.exists():

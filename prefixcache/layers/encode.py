@@ -209,7 +209,7 @@ class Host(Way):
 
 
 class Gpu(Way):
-    """Where MLX's arrays are on a GPU: one launch for each group, and for targets that are alike."""
+    """Where MLX's arrays are on a GPU: one launch encodes a group's rows of all targets of one length."""
 
     def copy(self, group: Group, targets: Sequence[RowTarget]) -> None:
         rows = mx.contiguous(mx.swapaxes(self._gathered(group.members, targets), 0, 1))

@@ -70,7 +70,7 @@ def _is_sliceable(layer: Any) -> bool:
 
 
 def _shared(layer: Any, tokens: int, held: Any) -> Any:
-    """Return another layer cache of the same state; `held` makes of each array what the new one has."""
+    """Return another layer cache of the same state, whose arrays `held` makes from this one's."""
     if is_list(type(layer)):
         children = [_shared(child, tokens, held) for child in layer.caches]
         return blank(type(layer), {**vars(layer), "caches": type(layer.caches)(children)})

@@ -456,9 +456,7 @@ def _codings(leaf: Layout, layer: int, layers: int, codec: Codec) -> list[Coding
 
 
 def _section(prefix: str, leaves: list[int], codings: _Codings) -> Section:
-    """Make a section: streams of these leaves that are coded alike are one group, in the order in which each codec
-    comes first.
-    """
+    """Make a section: streams of these leaves with equal row codecs form one group, in the order in which the codecs come."""
     by_codec: dict[RowCodec, list[Member]] = {}
     for leaf in leaves:
         for coding in codings[leaf]:

@@ -97,7 +97,9 @@ def _describe(value: Any, arrays: list[mx.array], at: str) -> Any:
 
 
 class EncodedState(NamedTuple):
-    """Copies that are left to be made, as `encode` leaves some; and live arrays, each with what a fetch gives of it."""
+    """The `copies` that the caller has yet to make, as after `encode`; and `decoded`: each live array that was coded, with
+    the values that a fetch will give in its place.
+    """
 
     copies: list[CopyOut]
     decoded: list[tuple[mx.array, mx.array]]
@@ -134,7 +136,7 @@ class StoredState:
         return {name: self._revived(value, self._codecs[number]) for name, value in self._leaves[number].items()}
 
     def beside(self, state: State) -> list[tuple[mx.array, mx.array]]:
-        """Return a live cache's arrays, each with what is stored of it; none where another state is stored."""
+        """Pair each array of a live cache with its stored values; no pairs where the stored state has other arrays."""
         if self._leaves != state.described:
             return []
         of_leaves = zip(self._leaves, self._codecs, strict=True)

@@ -1,8 +1,8 @@
 """Rows of blocks on their way to a GPU: of many blocks and several streams at once, in one copy and few launches.
 
 An image has the heads of all layers side by side. So the bytes of a stack of blocks go to the GPU for as many neighbouring
-heads as `AT_ONCE` allows. There they are decoded for as many as `DECODED_AT_ONCE` allows, in one launch: of a short prompt
-those of all layers, whose launches one by one would take longer than all the rest.
+heads as `AT_ONCE` allows. There one launch decodes as many heads as `DECODED_AT_ONCE` allows: for a short prompt those of
+all layers, since a launch for each layer would take longer than all the rest.
 """
 
 from __future__ import annotations

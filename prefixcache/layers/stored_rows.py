@@ -61,8 +61,8 @@ class DecodedBeginning(NamedTuple):
 
 
 class WindowRuns(NamedTuple):
-    """The runs of rows of one window: `tails` in images of unfinished blocks, `whole` in those of whole blocks. Of the whole
-    ones, `sunk` are those whose rows also stand as they are, at that place; `coded` are all others.
+    """The runs of rows of one window: `tails` in images of unfinished blocks, `whole` in images of whole blocks. The runs in
+    `whole` are divided again: `sunk` have a copy as they are, whose place they give; `coded` have codes alone.
     """
 
     tails: list[RowRun]

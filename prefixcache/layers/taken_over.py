@@ -1,8 +1,8 @@
 """Which codes of a stored block are a live cache's own: those that decode, bit for bit, to the rows that it holds.
 
 A hit that ends inside a block gives decoded rows. When these are stored again their codes are taken over, since to encode
-them would be to code them twice. Rows that were computed are encoded by themselves: so what a block decodes to depends on
-its own rows, never on a neighbour that begins alike. Decision 0004 says why.
+them would be to code them twice. Rows that were computed are encoded by themselves, so a block's decoded rows depend on its
+own rows alone, never on a neighbour that begins with the same tokens. Decision 0004 says why.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from prefixcache.layers.write_back import decoded_rows
 
 
 class Compared(NamedTuple):
-    """Whether one stream's live row is what the stored row decodes to, for each token of a block from `first` on."""
+    """For each token of a block from `first` on, whether a stream's live row equals the stored row, decoded."""
 
     first: int
     alike: mx.array
@@ -127,7 +127,7 @@ def _alike(live: mx.array, stored: mx.array) -> mx.array:
 def _same_codes(
     group: Group, member: Member, codes: LiveCodes, start: int, tensors: Tensors, run: TokenRun
 ) -> mx.array:
-    """Tell for each token whether the codes of a live cache are the stored ones, with the same levels."""
+    """Tell for each token whether live cache and image have the same codes, with the same levels."""
     first, last, of_image = start + run.first, start + run.last, group.levels(tensors, member)
     alike = np.ones(last - first, bool)
     for name, plane in zip(group.names, codes.planes(member.stream), strict=True):

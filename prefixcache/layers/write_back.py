@@ -148,7 +148,7 @@ class WriteBack:
 
 
 def _adjacent_joined(pieces: list[tuple[int, mx.array]]) -> list[tuple[int, mx.array]]:
-    """Join each run of pieces that follow each other as one piece: each update of a buffer costs."""
+    """Join pieces that follow each other into one: each update of a buffer costs time."""
     runs: list[tuple[int, list[mx.array]]] = []
     end = -1
     for first, rows in pieces:

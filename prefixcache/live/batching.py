@@ -14,7 +14,7 @@ from prefixcache.live.ragged import check_alike
 
 
 def merged(singles: Sequence[CodedLayer]) -> CodedLayer:
-    """Return one batch of layers of one sequence each, left-padded to the longest. ValueError where they aren't alike."""
+    """Return one batch of single sequences' layers, left-padded to the longest. ValueError where they are coded otherwise."""
     singles = _ready([_with_sequences(layer, 1) for layer in singles])
     rows = max(layer.rows for layer in singles)
     pads = [rows - layer.rows for layer in singles]

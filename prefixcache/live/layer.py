@@ -80,7 +80,7 @@ class CodedLayer(LayerState):
     # -- appending ----------------------------------------------------------------------------------------------------
 
     def append(self, keys: mx.array, values: mx.array) -> None:
-        """Append rows (B, heads, L, width) of each sequence behind those that are there."""
+        """Append L rows to each sequence: keys and values (B, heads, L, width)."""
         at, count, steps = self.alignment.rows, keys.shape[2], self._steps
         if steps is not None and steps.takes(keys, values, at) and self.alignment.ends is None:
             self._hold(*steps.encode(keys, values), at)

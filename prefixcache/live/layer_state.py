@@ -1,4 +1,4 @@
-"""What there is of the rows of one layer that live caches keep as codes, for those who read it. `live.layer` changes it."""
+"""The state of one layer that live caches keep as codes, for the modules that read it. `live.layer` changes it."""
 
 from __future__ import annotations
 

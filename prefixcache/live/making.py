@@ -23,7 +23,7 @@ from prefixcache.live.turboquant import TurboQuantKVCache
 class LivePromptCache(list[Any]):
     """mlx-lm's list of layer caches, some of which keep codes.
 
-    `coded`: the layers that do, in part at least; `left`: for each of the others why it stays as it is.
+    `coded`: the layers with codes, be it in part; `left`: why each other layer stays as it is.
     """
 
     def __init__(self, layers: Sequence[Any], coded: tuple[int, ...], left: Mapping[int, str]):

@@ -1,5 +1,5 @@
-"""What mlx-lm asks of every cache of codes, of one sequence or of many (what differs is in `live.turboquant`), and what such
-a cache gives a model in the place of keys and values.
+"""The calls of mlx-lm that all caches of codes answer alike, of one sequence or of many (`live.turboquant` has the others),
+and the stand-ins that such a cache gives a model in the place of keys and values.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ class TurboQuantKVCache(LiveCache):
 
     @classmethod
     def merge(cls, caches: Sequence[TurboQuantKVCache]) -> BatchTurboQuantKVCache:
-        """Return one batch of caches of one sequence each, any of them empty."""
+        """Return one batch of single caches, any of which may be empty."""
         return BatchTurboQuantKVCache.merge(caches)
 
     # -- beyond the protocol ------------------------------------------------------------------------------------------
@@ -246,9 +246,9 @@ class BatchTurboQuantKVCache(LiveCache):
 
     @classmethod
     def merge(cls, caches: Sequence[TurboQuantKVCache]) -> BatchTurboQuantKVCache:
-        """Return one batch of caches of one sequence each, any of them empty; they stay as they are.
+        """Return one batch of single caches, any of which may be empty. The caches don't change.
 
-        ValueError for none, for a cache of several sequences, another choice of codec, other widths, heads or dtype.
+        ValueError for no caches, for a cache of several sequences, and where codec, widths, heads or dtype differ.
         """
         if not caches:
             raise ValueError("merge([]): give one cache or more")

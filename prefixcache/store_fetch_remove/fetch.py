@@ -173,8 +173,8 @@ def decline_slow(storage: Storage, rates: MeasuredRates, prompt: Prompt, leave: 
 def fill_read_ahead(
     storage: Storage, coming: Future[int], prompt: Prompt, leave: int, room: int | None
 ) -> ReadAhead | None:
-    """Decode block by block what a promotion brings behind what is hot, and return the buffers, or None where that can't
-    help. What will be hit is a guess until all of it is there.
+    """Decode the blocks that a promotion brings, one by one as they come, behind those that are decoded already, and return
+    the buffers; None where that can't help. How deep the hit will be is a guess until the last block is there.
     """
     with storage.lock:
         deepest = prompt.deepest(storage.graph.last, leave)

@@ -1,5 +1,5 @@
-"""Stores of live prompt caches: what is read of them, what is said of a state that is not finite, and the thread that ends
-stores, so that whoever generates doesn't wait for it (decision 0044).
+"""Stores of live prompt caches: reads the caches, warns of a state that is not finite, and has the thread that ends stores,
+so that a caller who generates doesn't wait for them (decision 0044).
 """
 
 from __future__ import annotations

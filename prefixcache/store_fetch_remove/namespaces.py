@@ -45,11 +45,11 @@ class Namespaces:
     """The namespaces that are known, by model and salt. The storage's lock guards all but the root keys, which any
     thread may derive, and the models' codecs, which have `_codecs_lock`: a basis is read without the storage's lock.
 
-    Of codec `Transform` a model has two: what its rows are coded by, and behind it, once there is a basis, what codes them
-    without one. What that has stored is hit, too (decision 0058).
+    With codec `Transform` a model that has a basis has two codecs: the one that codes its rows, and behind it the one that
+    did so before there was a basis. Images of both are hit (decision 0058).
 
-    What an index names has a plan without a basis at first, which is enough to place its images. The plan that codes rows
-    comes when the model is asked for: a directory may have many models, and bases are large.
+    A namespace that an index names has a plan without a basis at first, which is enough to place its images. The plan that
+    codes rows comes when the model is asked for: a directory may have many models, and bases are large.
     """
 
     def __init__(self, storage: Storage, codec: Codec, bases: Bases):
@@ -82,7 +82,7 @@ class Namespaces:
                 self._root(model, of_model, layout, salt)
 
     def known(self, model: str, salt: bytes) -> list[Namespace]:
-        """Return those of a model and a salt: for each of its codecs, in order, and each layout of its caches one."""
+        """Return the namespaces of a model and a salt that are known: those of its first codec first, one for each layout."""
         codecs = self._codecs_of(model)
         with self._storage.lock:
             namespaces = []
@@ -166,8 +166,8 @@ class Namespaces:
         return known
 
     def _codecs_of(self, model: str) -> tuple[ModelCodec, ...]:
-        """Return what codes a model's rows, and behind it what has stored others that are hit. The first call for a model may
-        read its basis: `derive_roots` makes it before the storage's lock is taken.
+        """Return the codec of a model's rows, and behind it one whose older images are hit, too. The first call for a model
+        may read its basis: `derive_roots` makes that call before the storage's lock is taken.
         """
         if not isinstance(self._codec, Transform):
             return self._usual

@@ -1,6 +1,6 @@
-"""Deleting many images of a running cache: of one model, one tenant, one namespace; what was not used since a time; what is
-a session's alone; and the SSD's least recent until it takes no more than a size. `prune_directory` does it to a directory
-that nobody has open.
+"""Deletes many images of a running cache: those of a model, a tenant or a namespace, those that were not used since a time,
+those of a session alone, or the least recent on the SSD until it takes no more than a size. `prune_directory` does the same
+in a directory that nobody has open.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ def prune_tier(
 
 
 def end_session(storage: Storage, roots: Collection[bytes], session: str) -> Deleted:
-    """Delete what is a session's alone in these namespaces from every tier: all requests that stored or used it named this
-    session (`tiers.prompt.note_use`). What is pinned or leased stays, and what others depend on.
+    """Delete a session's own images in these namespaces from every tier: those that no other request has stored or used
+    (`tiers.prompt.note_use`). Images that are pinned or leased stay, and those that others need.
     """
     images = nbytes = held = 0
     with storage.lock:

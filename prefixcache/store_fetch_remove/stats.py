@@ -13,7 +13,7 @@ from prefixcache.tiers.storage import Storage
 def collect_stats(
     storage: Storage, leases: Leases, ssd: Ssd | None, remote: RemoteTier | None, codec: str, kernels: dict[str, str]
 ) -> Stats:
-    """Count what the tiers hold, and return it with what was counted so far."""
+    """Return the tiers' contents, counted now, and the counters of all calls so far."""
     with storage.lock:
         budget, graph, counters = storage.budget, storage.graph, storage.counters
         held, held_by_leases = budget.held(), leases.totals()

@@ -58,11 +58,11 @@ class LongPrompts:
 
 
 class Claim:
-    """What one prompt may take from others in a tier of `limit` bytes.
+    """How much room one prompt may take from others in a tier of `limit` bytes.
 
-    It takes any room of what was never hit. It takes room of what was hit while what is new of it, its own images that nobody
-    has hit, is at most a `SHARE`th of the tier: without end if it came before, or if long prompts often return. Until it
-    `is_begun`, its first image takes what room it needs.
+    It may evict any image that was never hit. It may evict images that were hit while its own new images, which nobody has
+    hit, are at most a `SHARE`th of the tier; without that limit if the prompt came before, or if long prompts often return.
+    Until it `is_begun`, its first image takes the room that it needs.
 
     `path` are the prompt's blocks so far, and `keys` gives those of its whole blocks: asked for once it is long.
     """

@@ -152,8 +152,8 @@ class Prompt:
         return self._resumed(self.token_bytes + more.tobytes(), given)
 
     def first(self, count: int) -> Prompt:
-        """Return the first `count` tokens, such as those that are computed so far. Goes on from this one's walks. ValueError
-        for less than 0.
+        """Return a prompt of the first `count` tokens, for instance of those that are computed so far. It goes on from this
+        prompt's walks. ValueError for a negative count.
         """
         if count < 0:
             raise ValueError(f"first({count}): give a number of tokens, 0 or more")
@@ -329,8 +329,8 @@ def note_use(slots: Iterable[Slot], session: str) -> None:
 
 
 def count_hit(storage: Storage, prompt: Prompt, depth: int, hot: int = 0) -> None:
-    """Count a fetch that used the first `depth` tokens of a prompt, 0 on a miss, and make them the newest. A hot prompt gave
-    `hot` of them, and so what RAM has no images of.
+    """Count a fetch that used the first `depth` tokens of a prompt, 0 on a miss, and make their images the most recent. The
+    first `hot` of the tokens came from a hot prompt, so RAM need not have their images.
     """
     graph, counters = storage.graph, storage.counters
     counters.fetches += 1

@@ -82,8 +82,8 @@ class Tier(Protocol):
 
 
 class SharedTier(Protocol):
-    """A tier that machines share, as the storage knows it: what it is told. What is there is not known here, so no slot takes
-    note of being there. Called under the storage's lock.
+    """A tier that machines share. The storage tells it of stores and hits, and doesn't know which images it holds: no slot
+    counts as being there. Called under the storage's lock.
     """
 
     def offer_stored(self, slot: Slot) -> None:

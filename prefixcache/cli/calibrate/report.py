@@ -1,5 +1,5 @@
-"""What `prefixcache calibrate` says in the end, in lines for a person, or as values that JSON can hold: what came of it, and
-what a token of the model takes by each codec that suits it, in RAM, on an SSD and in a fleet.
+"""The report of `prefixcache calibrate`, in lines for a person or as values that JSON can hold: the basis that was made, and
+how many bytes a token of the model takes with each codec that suits it, in RAM, on an SSD and in a fleet.
 """
 
 from __future__ import annotations

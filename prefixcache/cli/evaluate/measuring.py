@@ -1,7 +1,7 @@
 """The measurements of `prefixcache evaluate`: what a model says on restored caches, beside what it says on the live one.
 
-`trials` has what is done with one text; here are the texts of a job, the questions, and the numbers that are made of it all.
-Nothing here writes to the screen.
+`trials` measures one text; here are the texts of a job, the questions, and the numbers of all texts together. Nothing here
+writes to the screen.
 """
 
 from __future__ import annotations

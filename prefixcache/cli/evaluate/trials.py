@@ -1,4 +1,4 @@
-"""What a model says on restored caches, beside what it says on the live one: the part that `evaluate` and `calibrate` share.
+"""Compares what a model says on restored caches with what it says on the live one, for `evaluate` and `calibrate`.
 
 A text at a time: the live cache is filled, every codec's `PrefixCache` stores it, the live cache goes on as the
 reference, and then each codec's restored cache does. So only one text's logits are in memory, whatever the number of codecs,
@@ -95,7 +95,7 @@ def mean_and_error(values: Sequence[float]) -> Mean:
 
 
 class NotRestored(Refused):
-    """What a model's prompt cache holds doesn't come back, so there is nothing to compare."""
+    """A model's prompt cache can't be restored, so there is nothing to compare."""
 
 
 class Reference:

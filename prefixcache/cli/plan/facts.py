@@ -1,6 +1,6 @@
 """The facts of `prefixcache plan`, the object that `--json` prints: of a model, of a trace, of each size tried, the advice.
 
-Numbers only: sizes in bytes, times in seconds, shares from 0 to 1. How they look, `text` and `report` say.
+Numbers only: sizes in bytes, times in seconds, shares from 0 to 1. How they look, `text` says.
 """
 
 from __future__ import annotations
@@ -361,8 +361,8 @@ def fleet_facts(
     options: FleetPlan,
     assumed: Assumed,
 ) -> Facts:
-    """Return the facts of fleets. `ones`: for each size a machine alone, and one with what the fleet has together.
-    `sessions`: each request's. A row of one machine has no routing, one without a remote tier no admission to it.
+    """Return the facts of fleets. `ones`: for each size the outcome of one machine, and of one that has all of the fleet's
+    RAM and SSD. `sessions`: each request's. The row of one machine has no routing; without a remote tier it has no admission.
     """
     rates = [Rates(assumed.prefill_rate, ssd, assumed.decode_rate) for ssd in assumed.ssd_rates]
     link, per_size = Link(options.rtt, options.rate), len(outcomes) // len(ones)

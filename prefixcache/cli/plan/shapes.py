@@ -1,5 +1,5 @@
-"""Configurations of well-known models by name, for who has none at hand: the fields of their config.json that mlx-lm reads.
-Facts only, as their makers publish them; a name here is what `--model` takes where no such path exists.
+"""Configurations of well-known models, for users who have no config.json at hand: the fields that mlx-lm reads, as the makers
+publish them. `--model` takes their names where no such path exists.
 """
 
 from __future__ import annotations

@@ -77,9 +77,9 @@ class BasisOrigin(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """How far what the model says on a restored prompt was from what it says on the live one, on text that it wasn't
-    calibrated on: mean KL of the next token, in nats, at quality 4 (`kl`) and with turboquant:4 (`reference_kl`), over
-    `tokens` tokens in `windows` windows. `anchor`, one of ANCHORS, is how the step of quality 4 was found.
+    """How much a restored prompt changes what the model says, on text that it wasn't calibrated on: mean KL of the next
+    token, in nats, at quality 4 (`kl`) and with turboquant:4 (`reference_kl`), over `tokens` tokens in `windows` windows.
+    `anchor`, one of ANCHORS, is how the step of quality 4 was found.
     """
 
     kl: float

@@ -164,8 +164,9 @@ class GroupCoder:
             yield rows[:, end - heads * width : end].reshape(len(rows), heads, width)
 
     def most_left_out(self, reached: Any) -> Any:
-        """Return the square of what a row may lose to the vectors that are left out, in steps: 64 times what these
-        spread over at most, and what the rounding of vectors to float16 makes of the others.
+        """Return the square of the length, in steps, that a row may have along the vectors that are left out: 64 times the
+        largest variance that these can have together, and a share of `reached`, the square along the others, since vectors
+        are rounded to float16.
         """
         return 64 * LEAST_SPREAD**2 * self.group.channels + LEFT_OUT_SHARE * reached
 

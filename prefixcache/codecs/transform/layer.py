@@ -38,7 +38,7 @@ class GroupedLayers(NamedTuple):
 
 
 def grouped(layers: Sequence[Layer], channels: int = CHANNELS) -> GroupedLayers:
-    """Join layers of one dtype and one window, in their order, up to so many channels."""
+    """Join layers of the same dtype and window, in their order, into groups of at most so many channels."""
     groups: list[list[Layer]] = []
     growing: dict[tuple[str, int], list[Layer]] = {}
     refused = {}

@@ -1,7 +1,7 @@
 """How the rows of one layer are coded, in plain data that live caches and the store share. No rows are here.
 
-`Choice` is what the user chose, `LayerRows` what rows a layer has, `LayerLevels` what both its parts were levelled by
-and `Run` from which token on.
+`Choice` is the user's choice, `LayerRows` the heads, widths and dtype of a layer's rows, `LayerLevels` the levels of its keys
+and values, `Run` the token from which on rows have such levels.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MOST_RECENT = 4096
 
 
 class LayerRows(NamedTuple):
-    """What rows a layer has."""
+    """The heads, widths and dtype of a layer's rows."""
 
     heads: int
     key_width: int

@@ -127,7 +127,7 @@ def encode_pair(
 def encode_alike(
     form: Form, dtype: mx.Dtype, levels: list[mx.array], keys: mx.array, values: mx.array
 ) -> tuple[mx.array, mx.array]:
-    """Do what `encode_pair` does for one row or more of one form and dtype, where `levels` are of both or of none."""
+    """Do the work of `encode_pair` where keys and values have one form and dtype, and both have `levels`, or neither has."""
     coded: tuple[mx.array, mx.array] = _pair_encoder(form, dtype, bool(levels))(keys, values, *levels)
     return coded
 

@@ -24,7 +24,7 @@ MOST_QUERIES = 16  # a sequence's queries at a time that the GPU's fused kernel 
 
 
 class LevelStack:
-    """The levels of each of B sequences, or one for all of them; None for a sequence whose rows aren't levelled."""
+    """The levels of B sequences, or one that all share; None for a sequence whose rows aren't levelled."""
 
     def __init__(self, each: Sequence[Levels | None], form: Form, heads: int):
         self.each = tuple(each)
