@@ -49,7 +49,7 @@ def design(statistics: Statistics, model: str, texts: str, sinks: int) -> bytes:
 
 
 class Designed(NamedTuple):
-    """All of a basis but for what is measured of it."""
+    """A basis before its quality is measured."""
 
     groups: list[LayerGroup]
     tables: Tables
@@ -192,7 +192,7 @@ def _turboquant(rows: Array, centred: bool) -> Array:
 
 
 def _row_words(values: Array, spreads: Array, tables: Tables) -> float:
-    """Return the mean length of coded rows, in 16-bit words: what the tables say, and the coder's two last ones."""
+    """Return the mean length of coded rows, in 16-bit words: the tables' costs, and what the coder's last words add."""
     kept = spreads >= bases.LEAST_SPREAD
     steps, classes = quantised(values[:, kept].astype(np.float32)), class_of(spreads[kept])
     of_rows = shifted(classes, gains_of(steps, classes, tables))

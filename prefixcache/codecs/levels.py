@@ -50,7 +50,7 @@ class LazyLevels(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Levels:
-    """Per head and channel: what to subtract, and what to divide by then. Both float32 (heads, width).
+    """The mean of each channel of each head, which is subtracted, and the divisor of the rest. Both float32 (heads, width).
 
     `divisor` is 1 or more: levelled values are never larger than centred ones, so nothing overflows on the way.
     """

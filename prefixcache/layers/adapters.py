@@ -239,7 +239,7 @@ class Sliceable(Adapter):
 class Compressed(Adapter):
     """Our own TurboQuantKVCache, read as the KVCache that it stands for, so that both share blocks.
 
-    It is never made by its class: what is stored is a KVCache's, and `StoredPrompt.live` makes one of the codes.
+    Stored state never names it, but KVCache, which a fetch makes; `StoredPrompt.live` makes a TurboQuantKVCache of the codes.
     """
 
     can_make = False

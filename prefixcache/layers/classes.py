@@ -40,7 +40,7 @@ def find_class(path: str) -> type:
 
 
 def _is_layer_cache(cls: type) -> bool:
-    """Tell whether a prompt cache can hold objects of this class: it has what mlx-lm asks of each layer's cache."""
+    """Tell whether a prompt cache can hold objects of this class, with the attributes that mlx-lm uses of a layer's cache."""
     asked = hasattr(cls, "state") and hasattr(cls, "is_trimmable")
     return asked and cls.__name__ != "_BaseCache" and adapter_of(cls).can_make
 

@@ -151,7 +151,7 @@ class Way(ABC):
 def _copy_codes(
     group: Group, member: Member, codes: LiveCodes, targets: Sequence[RowTarget], wanted: Sequence[Levels | None]
 ) -> None:
-    """Copy one live cache's codes as they are; those made with other levels than their target's are made anew."""
+    """Copy one live cache's codes; rows whose levels are not their target's are decoded and encoded again."""
     planes = codes.planes(member.stream)
     for target, of_group in zip(targets, wanted, strict=True):
         of_target = member.levels_of(of_group)

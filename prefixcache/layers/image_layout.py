@@ -123,8 +123,8 @@ class Joined(NamedTuple):
     names: tuple[str, str, str, str]
 
     def specs(self, tokens: int, words: int | None = None) -> list[Spec]:
-        """Return the specs of so many rows with so many words in all; without, with as many as are expected. No rows have no
-        tensors.
+        """Return the specs of so many rows, which have so many `words` together; None: as many as are expected. Without rows
+        there are no tensors.
         """
         coder = self.coder
         if not tokens:
@@ -161,7 +161,7 @@ class Section(NamedTuple):
         return [spec for group in self.groups for spec in group.specs(tokens)]
 
     def joined_specs(self, tokens: int, words: Words | None = None) -> list[Spec]:
-        """Return the specs of joined streams. `words`: of each; without, as many as are expected."""
+        """Return the specs of joined streams. `words`: those of each; None: as many as are expected."""
         if words is None:
             return [spec for joined in self.joined for spec in joined.specs(tokens)]
         return [spec for of, count in zip(self.joined, words, strict=True) for spec in of.specs(tokens, count)]

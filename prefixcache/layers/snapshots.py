@@ -35,7 +35,7 @@ class State(NamedTuple):
 
     @property
     def extra(self) -> str:
-        """Return what the image's header says of it."""
+        """Return the state's part of the image's header, as JSON."""
         said: dict[str, Any] = {"state": self.described, "dtypes": [name_of(array.dtype) for array in self.arrays]}
         if any(self.codecs):
             coded = zip(self.arrays, self.codecs, strict=True)
@@ -204,7 +204,7 @@ def fits(extra: str, tensors: dict[str, np.ndarray], codecs: Sequence[CodecOf], 
 
 
 def _is_described(value: Any, arrays: int) -> bool:
-    """Tell whether `describe_state` describes an attribute so, with so many arrays at hand."""
+    """Tell whether a value is a description that `describe_state` can give, where there are so many arrays."""
     if not isinstance(value, list):
         return value is None or isinstance(value, (bool, int, float, str))
     kind, content = value
@@ -222,7 +222,7 @@ def _arrays_of(leaf: dict[str, Any]) -> list[int]:
 
 
 def _array_numbers(value: Any) -> Iterator[int]:
-    """Return the arrays in what is described so."""
+    """Yield the numbers of the arrays in a description of `describe_state`."""
     if isinstance(value, list):
         kind, content = value
         if kind == "array":

@@ -124,7 +124,7 @@ class Stacks:
         self._known: list[Sequence[RowRun]] = []  # kept alive: they are known by their ids
 
     def pieces(self, section: Section, place: Place, runs: Sequence[RowRun]) -> list[Piece]:
-        """Return one stream's rows of these runs, decoded lazily. For the same runs pass the same list."""
+        """Return one stream's rows in these runs, decoded lazily. Pass all streams the same list: it is known by its id."""
         g, member = place
         key = (id(section), g, id(runs))
         if key not in self._stacks:

@@ -132,7 +132,7 @@ def encode_joined(plan: Plan, leaves: Sequence[Leaf], blocks: Sequence[BlockRows
 def encode_parts(
     plan: Plan, groups: Sequence[Joined], leaves: Sequence[Leaf], parts: Sequence[Sequence[RowsToCode]]
 ) -> list[list[Codes]]:
-    """Encode of each group the rows of each part."""
+    """Encode each part's rows of each group."""
     copies: list[CopiesUnderWay] = []
     coded = [*_begun(plan, groups, leaves, parts, copies, decoding=False)]
     for copy in copies:
@@ -271,8 +271,8 @@ class Stretch(NamedTuple):
 
 
 class DecodedGroup(NamedTuple):
-    """Decoded rows of `blocks`, each a first token and a number of rows. `wrong` says of each row, for `check`, what is wrong
-    with it; None where nothing can be.
+    """Decoded rows of `blocks`, each a first token and a number of rows. `wrong` tells `check` what is wrong with each row;
+    None where the rows were checked when they were decoded.
     """
 
     stretches: list[Stretch]
@@ -299,8 +299,8 @@ class CodedBlocks(NamedTuple):
 
 
 def decode_joined(groups: Sequence[CodedBlocks]) -> Iterator[DecodedGroup]:
-    """Decode the rows of groups of layers, all of the same blocks. DamagedBlock for codes that no encoder wrote; on a GPU
-    those are seen when `DecodedGroup.check` is called. There groups are decoded together, as many as there is room for.
+    """Decode the rows of groups of layers, all of the same blocks. DamagedBlock for codes that no encoder wrote. A GPU
+    decodes several groups together, as many as there is room for, and finds damage when `DecodedGroup.check` is called.
     """
     counts = [(start, len(codes.heads)) for start, codes in groups[0].blocks]
     at, tokens, on_gpu = 0, sum(count for _, count in counts), gpu_coding.available()

@@ -22,8 +22,8 @@ from prefixcache.layers.transformed import (
 
 
 class WindowRows(NamedTuple):
-    """Rows of a window that are to be codes, as masks of the tokens of the block at token `start`: all in `mask`, of which
-    the live cache has those in `live`. The others are in `tensors`, which have those in `stored`.
+    """Rows of a window that are to be codes, as masks of the tokens of the block at token `start`: those in `mask`, of
+    which the live cache has those in `live`. An image has the others: its `tensors` hold the tokens in `stored`.
     """
 
     start: int
@@ -36,7 +36,7 @@ class WindowRows(NamedTuple):
 def encode_window(
     plan: Plan, window: int, leaves: Sequence[Leaf], blocks: Sequence[WindowRows]
 ) -> list[list[Codes | None]]:
-    """Encode, for each group of a window's layers, each block; None where it has no rows. Codes are taken over."""
+    """Encode all blocks of each group of a window's layers; None for a block without rows. Stored codes are taken over."""
     section = plan.windowed[window]
     runs = [_Runs(plan, window, block) for block in blocks]
     codes: list[list[dict[int, Codes]]] = [[of_block.taken(joined) for of_block in runs] for joined in section.joined]

@@ -42,7 +42,7 @@ class WriteBack:
         self._rows: dict[tuple[int, str], list[tuple[int, mx.array]]] = {}
 
     def add(self, member: Member, first: int, rows: mx.array, exact: int = 0) -> None:
-        """Add rows (heads, tokens, width) of the tokens from `first` on; those before token `exact` are kept as they are."""
+        """Add rows (heads, tokens, width) of the tokens from `first` on. The live cache's rows before token `exact` stay."""
         since = max(self._first, exact)
         if first + rows.shape[1] > since:
             skipped = max(since - first, 0)
@@ -57,7 +57,7 @@ class WriteBack:
             self.add(member, first, decoded_rows(group, member, rows, tensors), exact)
 
     def decode_section(self, section: Section, first: int, tensors: Tensors, rows: slice) -> None:
-        """Add these rows of all streams of a section; of sinks those that stand as they are, not their codes."""
+        """Add these rows of all streams of a section. Sinks have an exact copy beside their codes, which is taken instead."""
         for group in section.groups:
             exact = 0 if isinstance(group.codec, RawRows) else self._plan.sink_tokens
             for member in group.members:

@@ -149,7 +149,7 @@ class FirstRows(NamedTuple):
 
     @staticmethod
     def listed(several: Sequence[FirstRows], batches: Sequence[int]) -> FirstRows:
-        """Return those of several batches of so many sequences, one behind the other."""
+        """Return the rows of several batches, which have so many sequences, one batch behind the other."""
         return FirstRows(several[0].size, _listed([rows.arrays for rows in several], batches))
 
 
@@ -239,7 +239,7 @@ class RecentRows(NamedTuple):
 
     @staticmethod
     def listed(several: Sequence[RecentRows], batches: Sequence[int]) -> RecentRows:
-        """Return those of several batches of so many sequences, one behind the other."""
+        """Return the rows of several batches, which have so many sequences, one batch behind the other."""
         floors = tuple(floor for rows in several for floor in rows.floors)
         return RecentRows(several[0].size, floors, _listed([rows.arrays for rows in several], batches))
 
@@ -300,7 +300,7 @@ def _zeros(keys: mx.array, values: mx.array, rows: int) -> Pair:
 
 
 def _listed(several: Sequence[Pair | None], batches: Sequence[int]) -> Pair | None:
-    """Return one behind the other, zeros for each batch that has none."""
+    """Join the arrays of several batches, one behind the other; zeros for a batch that has no arrays."""
     alike = next((arrays for arrays in several if arrays is not None), None)
     if alike is None:
         return None

@@ -23,7 +23,7 @@ from prefixcache.live.ragged import Pair
 
 
 class Steps(NamedTuple):
-    """Rows that come one by one, up to row `until`: what they have in common is found once. Steps are short, and many."""
+    """The shapes, dtype and encoder that steps of a generation share up to row `until`, looked up once for all of them."""
 
     keys: tuple[int, ...]
     values: tuple[int, ...]
@@ -68,7 +68,7 @@ class CodedLayer(LayerState):
         return layer
 
     def copy(self) -> CodedLayer:
-        """Return another layer of the same rows. What becomes of one of the two never shows in the other."""
+        """Return another layer of the same rows. No change to one of the two shows in the other."""
         return self.changed(_stacks=self._stacks.copy() if self._stacks is not None else None)
 
     def changed(self, **parts: Any) -> CodedLayer:

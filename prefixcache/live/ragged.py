@@ -89,14 +89,14 @@ def chosen(indices: Sequence[int] | mx.array, sequences: int) -> mx.array:
 
 
 def check_numbers(given: Sequence[Sequence[int] | None], sequences: int) -> None:
-    """Raise ValueError where one of them is not a number for each sequence."""
+    """Raise ValueError for a list that has not one number for each sequence."""
     for numbers_given in given:
         if numbers_given is not None and len(numbers_given) != sequences:
             raise ValueError(f"{len(numbers_given)} numbers for a batch of {sequences}: give one for each sequence")
 
 
 def numbers(array: mx.array) -> list[int]:
-    """Return what an array (n,) of integers holds. Evaluates it."""
+    """Evaluate an array (n,) of integers, and return them."""
     return array.tolist()  # type: ignore[return-value]
 
 

@@ -143,8 +143,8 @@ def _ids(prompt: Prompt, count: int) -> np.ndarray:
 
 
 def _shared(hot: HotPrompt, ids: np.ndarray, wanted: int) -> int:
-    """Return how many leading tokens a hot prompt has of these, 0 where they are less than `wanted`. Most prompts that differ
-    do so in the last of those, too.
+    """Return how many leading tokens a hot prompt shares with `ids`, 0 where they are fewer than `wanted`. Prompts that
+    differ within these mostly differ in the last of them, too, which is therefore compared first.
     """
     if wanted > min(len(hot.ids), len(ids)) or hot.ids[wanted - 1] != ids[wanted - 1]:
         return 0

@@ -71,7 +71,7 @@ class Maker(Protocol):
     def blueprint(
         self, kind: ImageKind, key: bytes, parent: bytes, start: int, specs: list[Spec], extra: str = "{}"
     ) -> Blueprint:
-        """Return what an image is to be like, and so its size."""
+        """Return the header and specs of an image that is to be made, and so its size."""
 
     def encoded(self, jobs: list[ImageJob]) -> list[ImageJob]:
         """Return the jobs as they will be made: those before the first row that isn't finite, with codes taken over where

@@ -63,8 +63,8 @@ class Lease:
 class Leases:
     """The leases, the oldest first. The storage's lock guards them, and each call takes it.
 
-    Invariants, which `check_integrity` tests: a slot's `leases` are those here that have it; `_nbytes` are the bytes of the
-    slots that a namespace's leases have.
+    Invariants, which `check_integrity` tests: a slot's `leases` are the leases here that have the slot; `_nbytes` are
+    the bytes of all slots in a namespace's leases.
     """
 
     clock: Callable[[], float] = staticmethod(time.monotonic)

@@ -101,7 +101,8 @@ def _prune(directory: Directory, selection: Selection, progress: Progress | None
 
 
 class _Images:
-    """The images of the selected namespaces as a graph: pinned what was used since `used_before`, and what that depends on.
+    """The images of the selected namespaces as a graph, with pins on those that were used since `used_before` and on all that
+    these depend on.
 
     `held`: how many of them were not used since; `count`: how many can be evicted.
     """
@@ -218,7 +219,7 @@ def _foresee(directory: Directory, selection: Selection) -> Pruned:
 
 
 def _quarantined(directory: Directory, selection: Selection) -> list[Item]:
-    """Return what is to go of what was quarantined: all of it, or what was quarantined before the time that was given."""
+    """Return the quarantined files to delete: all, or those that were quarantined before the selection's time."""
     before = selection.used_before
     items = quarantined(directory) if selection.quarantine else []
     return [item for item in items if before is None or item.when < before]

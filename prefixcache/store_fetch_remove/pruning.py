@@ -58,8 +58,8 @@ def clear_namespaces(storage: Storage, roots: Collection[bytes]) -> Deleted:
 
 
 def prune_namespaces(storage: Storage, roots: Collection[bytes], used_before: float | None) -> Deleted:
-    """Delete the images of these namespaces that were last used before a Unix time, or all, from every tier. Pinned ones
-    stay, and those that something depends on which stays.
+    """Delete the images of these namespaces that were last used before a Unix time, or all, from every tier. Pinned images
+    stay, and those that an image which stays depends on.
     """
     images, nbytes, held = _delete_unindexed(storage, roots, used_before)
     newest = _newest_tick(storage, used_before)

@@ -33,7 +33,7 @@ class Deepest(NamedTuple):
 
 
 class Hit(NamedTuple):
-    """A hit in RAM. What is `pinned` keeps all of its images there: who has taken them unpins it."""
+    """A hit in RAM. The `pinned` slots keep all of its images there; the caller unpins them once it has the images."""
 
     depth: int
     namespace: Namespace
@@ -78,8 +78,8 @@ class GivenRows:
     codec: str = ""
 
     def turn_to(self, codec: str) -> int:
-        """Go on with a namespace of this codec. Return how many tokens have rows that a namespace of another codec gave: this
-        one gives other rows, so it has given none yet.
+        """Go on with a namespace of this codec. Return how many tokens have rows from a namespace of another codec. They
+        count as given no longer, since this codec gives other rows.
         """
         others = self.tokens if self.codec not in ("", codec) else 0
         if others:

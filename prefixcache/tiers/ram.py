@@ -29,7 +29,7 @@ class Ram:
     """Evicts images from RAM, so that what is held stays within the budget. Called under the storage's lock, or takes it."""
 
     def __init__(self, state: StorageState, lower: LowerTiers, admission: str):
-        """`admission`: what the tier below is given of what is evicted: "always" all, "second" what was asked for again."""
+        """`admission`: which evicted images go to the tier below: "always" all, "second" those that were asked for again."""
         self._state, self._lower = state, lower
         self.configured = state.budget.limit  # what was asked for; memory pressure may lower the limit in force
         self._warned = False

@@ -198,7 +198,7 @@ class TierInGraph:
         self._state.graph.drop(slot, self.number)
 
     def delete_unindexed(self, addresses: Iterable[Address] | None = None) -> int:
-        """Delete images that are not indexed: those of these addresses that there are, or all. Returns their bytes."""
+        """Delete images that are not indexed: all of them, or those at these addresses. Returns their bytes."""
         chosen = list(self.unindexed) if addresses is None else addresses
         entries = [entry for address in chosen if (entry := self.unindexed.pop(address, None)) is not None]
         self.tier.delete(entries)

@@ -1,7 +1,8 @@
 """Where quality 4 is: at the step at which a model's answers differ as much as with turboquant:4, on text held back.
 
 The first guess of a step is by the metric alone, which few draws make noise and which knows nothing of errors that tokens
-share. KL of the next token is what counts, so it is measured: with the first guess, and once more with what came of it.
+share. KL of the next token is what counts, so it is measured: with the first guess, and again with the step that follows
+from the first measurement.
 Decision 0020 says why.
 """
 
@@ -58,7 +59,7 @@ def _cut(tokens: list[int]) -> Excerpt | None:
 
 def anchored(design: Design, subject: Subject, texts: Excerpts, folder: Path, progress: Progress) -> bytes:
     """Return the bytes of a design's basis whose quality 4 has the KL of turboquant:4 on these texts, as nearly as can be
-    found: the basis says how nearly. Those that are tried are in `folder`, which is emptied first and goes in the end.
+    found: the basis says how nearly. Bases that are tried are in `folder`, which is emptied first and deleted in the end.
     """
     guess = design.at(QUALITY)
     if not texts.windows:

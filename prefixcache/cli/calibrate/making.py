@@ -1,4 +1,4 @@
-"""A calibration from a model's name to a basis in its folder; where such a basis is there already, it is found again.
+"""Makes a model's basis in its folder, or finds it there where the same calibration has made it already.
 
 Statistics are gathered with a checkpoint beside the basis, which goes when the basis is written. Nothing here writes to
 the screen.
@@ -37,7 +37,7 @@ Progress = Callable[[int | None, int | None, str], None]  # what is done, of how
 
 
 class CalibratedBasis(NamedTuple):
-    """A basis, its file, whether it was there already, and why the layers are not in it that aren't, by index."""
+    """A basis, its file, whether it was there already, and by index why other layers are not in it."""
 
     basis: Basis
     path: Path

@@ -99,7 +99,7 @@ class NotRestored(Refused):
 
 
 class Reference:
-    """The model on its live cache, and what came of it."""
+    """The model on its live cache, and its results."""
 
     def __init__(self, model: Any):
         self.model = model
@@ -173,8 +173,8 @@ class Trial:
 def begun(
     codecs: Mapping[str, Codec], model: str, basis_dir: Path, basis_bytes: int, first: list[int], live: list[Any]
 ) -> Iterator[list[Trial]]:
-    """Give a trial of each codec, by its spec. As on a server another prompt is there already: `first`, which `live` has
-    seen. A basis that one of them needs takes `basis_bytes`.
+    """Yield a trial of each codec, by its spec. As on a server, each cache has another prompt already: `first`, whose state
+    is `live`. A basis takes `basis_bytes`, where a codec needs one.
     """
     # Two prompts are stored at once, and a basis may take a part of the RAM. This is a limit, not what is taken.
     ram = 4 * _nbytes(live) + SPARE + BASES_SHARE * basis_bytes

@@ -83,7 +83,7 @@ class Assumed(NamedTuple):
 
 @dataclass(frozen=True)
 class AssumedOptions:
-    """What the trace doesn't say, as it is written."""
+    """The rates, prices and wear that a trace doesn't tell, as the user wrote them."""
 
     prefill_rate: Annotated[float, typer.Option(metavar="TOKENS", help="Tokens that the model reads a second.")] = 1000
     ssd_rate: Annotated[

@@ -182,7 +182,7 @@ class LayerGroup:
 
 
 def finer(quality: float) -> float:
-    """Return how many steps there are to one of quality 4."""
+    """Return how many steps of this quality make one step of quality 4."""
     return float(2.0 ** (quality - 4.0))
 
 
@@ -237,11 +237,11 @@ class Basis:
 
     @property
     def fp16_bytes(self) -> int:
-        """Return what a token takes there in fp16."""
+        """Return how many bytes a token's rows take in fp16, in the layers of the basis."""
         return sum(2 * group.channels for group in self.groups)
 
     def place_of(self, layer: int) -> tuple[int, Layer] | None:
-        """Return the number of the group that a layer is in, and what it says of it."""
+        """Return the number of the group that a layer is in, and the layer as the group describes it."""
         return self._places.get(layer)
 
     @cached_property

@@ -45,7 +45,7 @@ class DamagedCodes(ValueError):
 
 
 def words_of(heads: Array) -> Array:
-    """Return how many words each row has, which isn't kept as it is: int64."""
+    """Return how many words each coded row has: int64. Not for rows that are kept as they are."""
     return (heads & MOST_WORDS).astype(np.int64)
 
 

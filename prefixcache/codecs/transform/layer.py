@@ -1,4 +1,4 @@
-"""A layer whose keys and values are transformed: what a calibration finds and a basis says of it. And which are joined."""
+"""The layers whose keys and values are transformed, as a calibration finds them, and which of them are joined."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ def codes_of(tables: Tables) -> SymbolCodes:
 
 
 def points_of(tables: Tables) -> Array:
-    """Return what each class decodes small magnitudes to, whose symbol they are: float32 (61, 8)."""
+    """Return the value that each class decodes each magnitude below 8 to: float32 (61, 8)."""
     points = np.tile(np.arange(DIRECT, dtype=np.float32), (CLASSES, 1))
     points[:, 1 : FITTED + 1] = tables.points
     return points
@@ -189,7 +189,7 @@ def _laplace() -> Array:
 
 
 def _whole(shares: Array) -> Array:
-    """Return shares of 1 as whole frequencies that add up to 4096; the escape has one at least, what is rarer none."""
+    """Return shares of 1 as whole frequencies that add up to 4096: at least 1 for the escape, 0 for a rarer symbol."""
     whole = np.rint(shares * TOTAL).astype(np.int64)
     whole[ESCAPE] = max(whole[ESCAPE], 1)
     whole[whole[:ESCAPE].argmax()] += TOTAL - whole.sum()

@@ -252,7 +252,7 @@ def _aligned(nbytes: int) -> Array:
 
 
 def _scratch(nbytes: int) -> int:
-    """Return where this thread may work: the same memory for each of its calls."""
+    """Return the address of this thread's working memory, which all of its calls share."""
     memory: Array | None = getattr(_scratches, "memory", None)
     if memory is None or memory.nbytes < nbytes:
         memory = _scratches.memory = _aligned(nbytes)

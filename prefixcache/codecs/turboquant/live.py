@@ -93,7 +93,7 @@ def encode(
 
 
 def encoder(key_levels: LevelStack, value_levels: LevelStack, dtype: mx.Dtype) -> Encoder:
-    """Return what does as `encode` for many rows of one kind: whatever they have in common is found here, once."""
+    """Return a function that encodes rows as `encode` does, for many calls with rows of one kind: it looks up less."""
     form = key_levels.form
     if backends.on_gpu(form):
         levels = [stack.encoding for stack in (key_levels, value_levels) if stack.encoding is not None]
