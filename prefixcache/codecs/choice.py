@@ -13,7 +13,7 @@ from prefixcache.codecs.transform.basis import is_hash
 from prefixcache.codecs.transform.codec import Transform
 from prefixcache.codecs.turboquant.codec import TurboQuant
 
-_CODECS: dict[str, type[Raw] | type[TurboQuant]] = {codec().spec()["name"]: codec for codec in (Raw, TurboQuant)}
+_CODECS: dict[str, type[Raw | Transform | TurboQuant]] = {"raw": Raw, "transform": Transform, "turboquant": TurboQuant}
 _REMEDY = (
     'write "raw", "transform", "transform:3.5", "turboquant", "turboquant:4", "turboquant:4:3" or '
     '"turboquant:4:3:plain", with fp16_layers=2, sink_tokens=4, state_bits=8 or seed=1 after it, each once'
@@ -27,38 +27,27 @@ def codec_from_spec(spec: Mapping[str, Any]) -> Codec:
     ValueError names an unknown codec, another version of its format, a parameter too many or missing, or a bad value.
     """
     name, version = spec.get("name"), spec.get("version")
-    if name == "transform":
-        return _transform(spec)
     kind = _CODECS.get(name) if isinstance(name, str) else None
     if kind is None:
-        raise ValueError(f"codec {name!r}: not known here; known are {', '.join(sorted((*_CODECS, 'transform')))}")
+        raise ValueError(f"codec {name!r}: not known here; known are {', '.join(_CODECS)}")
     ours = kind().spec()["version"]
     if type(version) is not int or version != ours:
         raise ValueError(f"codec {name!r} version {version!r}: this release reads version {ours} only")
     chosen = {key: value for key, value in spec.items() if key not in ("name", "version")}
+    basis = chosen.pop("basis", None) if kind is Transform else None
     wanted = {field.name for field in fields(kind)}
     unsaid = wanted - chosen.keys() - {"state_bits"}  # the usual goes without saying
     if unsaid or chosen.keys() - wanted:
         odd = ", ".join(sorted(map(str, unsaid | (chosen.keys() - wanted))))
         raise ValueError(f"codec {name!r}: its parameters are {', '.join(sorted(wanted)) or 'none'}; check {odd}")
+    if kind is Transform:
+        if "basis" in spec and not is_hash(basis):
+            raise ValueError(f"codec 'transform': basis {basis!r} is not named by 32 hex digits")
+        otherwise = codec_from_spec(chosen["otherwise"]) if isinstance(chosen["otherwise"], Mapping) else None
+        if not isinstance(otherwise, TurboQuant):
+            raise ValueError(f"codec 'transform': otherwise is a spec of turboquant, not {chosen['otherwise']!r}")
+        chosen["otherwise"] = otherwise
     return kind(**chosen)
-
-
-def _transform(spec: Mapping[str, Any]) -> Codec:
-    ours = Transform().spec()
-    if type(spec.get("version")) is not int or spec["version"] != ours["version"]:
-        raise ValueError(
-            f"codec 'transform' version {spec.get('version')!r}: this release reads version {ours['version']} only"
-        )
-    odd = (spec.keys() ^ ours.keys()) - {"basis"}
-    if odd or not isinstance(spec["otherwise"], Mapping):
-        raise ValueError(f"codec 'transform': its parameters are quality and otherwise; check {', '.join(sorted(odd))}")
-    otherwise = codec_from_spec(spec["otherwise"])
-    if not isinstance(otherwise, TurboQuant):
-        raise ValueError(f"codec 'transform': what isn't transformed is coded by turboquant, not {otherwise}")
-    if "basis" in spec and not is_hash(spec["basis"]):
-        raise ValueError(f"codec 'transform': basis {spec['basis']!r} is not named by 32 hex digits")
-    return Transform(spec["quality"], otherwise)
 
 
 def describe_spec(spec: Mapping[str, Any]) -> str:
@@ -78,8 +67,6 @@ def as_codec(value: Any) -> Codec | None:
         return value
     if isinstance(value, Mapping):
         name = value.get("name")
-        if name == "transform":
-            return codec_from_spec({**Transform().spec(), **value})
         defaults = _CODECS[name]().spec() if isinstance(name, str) and name in _CODECS else {}
         return codec_from_spec({**defaults, **value})
     if not isinstance(value, str):
