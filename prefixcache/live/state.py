@@ -64,9 +64,7 @@ def restored(state: Sequence[mx.array]) -> SavedLayer:
         layer.kind = LayerRows(*header["kind"]) if header["kind"] is not None else None
         ends = tuple(header["ends"]) if header["ends"] is not None else None
         layer.alignment = Alignment(header["rows"], tuple(header["pads"]), ends)
-        codes, uncoded, recent = (
-            (next(arrays), next(arrays)) if is_there else None for is_there in _three(header["held"])
-        )
+        codes, uncoded, recent = ((next(arrays), next(arrays)) if is_there else None for is_there in header["held"])
         layer.codes = CodeBuffer(codes)
         layer.waiting = RowBuffer(uncoded) if header["waiting"] else None
         layer.sinks = FirstRows(layer.choice.sink_tokens, None if header["waiting"] else uncoded)
@@ -80,11 +78,6 @@ def restored(state: Sequence[mx.array]) -> SavedLayer:
     except (StopIteration, RuntimeError, KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
         raise ValueError(f"no state of a live TurboQuant cache: {error or type(error).__name__}") from None
     return SavedLayer(layer, header.get("right"))
-
-
-def _three(flags: Sequence[bool]) -> tuple[bool, bool, bool]:
-    first, second, third = flags
-    return first, second, third
 
 
 def _check(layer: CodedLayer) -> None:
