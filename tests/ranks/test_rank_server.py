@@ -369,10 +369,13 @@ def test_ranks_that_wait_for_a_request_rest(served):
     def used() -> float:
         return sum(sum(psutil.Process(rank.pid).cpu_times()[:2]) for rank in served.ranks)
 
+    def rest() -> bool:
+        before = used()
+        time.sleep(2)
+        return used() - before < 1
+
     turns(served)
-    before = used()
-    time.sleep(2)
-    assert used() - before < 1
+    wait_for(rest, "ranks that leave the processors alone")  # a turn's own work may go on for a while
 
 
 def test_metrics_are_at_rank_0(served):

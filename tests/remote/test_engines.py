@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from obstore.exceptions import GenericError
@@ -713,10 +714,10 @@ def test_there_is_no_second_try(remote_place, open_it):
 def test_the_late_answer_of_one_call_is_not_the_next_ones(remote_place, open_it):
     """A frozen network holds back the answers of calls that timed out; then it delivers all of them."""
     with proxy(remote_place.server.port) as network:
-        engine = open_it(remote_place.url(network.port), timeout=0.4)
+        engine, direct = open_it(remote_place.url(network.port), timeout=0.4), open_it(remote_place.url())
         values = {f"n/{number}": os.urandom(1000 + number) for number in range(12)}
         for name, data in values.items():
-            engine.put(name, data)
+            direct.put(name, data)
         network.stall = True
         for name in [*values][:4]:
             with fails_within(0.4):
@@ -724,8 +725,16 @@ def test_the_late_answer_of_one_call_is_not_the_next_ones(remote_place, open_it)
         network.stall = False
         for _ in range(2):
             for name, data in values.items():
-                assert value(engine, name, len(data)) == data
-                assert engine.sizes([name, "none"]) == [len(data), None]
+                assert answered(value, engine, name, len(data)) == data
+                assert answered(engine.sizes, [name, "none"]) == [len(data), None]
+
+
+def answered(call: Callable[..., Any], *args: Any) -> Any:
+    """What a call gives that a busy machine may let time out: then it is made again."""
+    for _ in range(20):
+        with suppress(EngineError):
+            return call(*args)
+    return call(*args)
 
 
 def test_answers_do_not_mix_while_the_network_stutters(remote_place, open_it):

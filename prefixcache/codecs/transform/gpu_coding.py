@@ -100,6 +100,17 @@ class GroupBatch(NamedTuple):
     beside: Sequence[BesideValues]
 
 
+class KnownRows(NamedTuple):
+    """What is known of coded rows before their words are here: heads and where words end, (groups, rows), and of each group
+    the rows that are kept as they are, with their bits, uint16 (rows, halves of a row).
+    """
+
+    heads: Array
+    ends: Array
+    kept: Sequence[Array]
+    bits: Sequence[Array]
+
+
 class EncodingUnderWay(NamedTuple):
     """Codes of each group and block, whose arrays have what they are to have once `copies` were waited for. And, where that
     was asked for, of each group the rows that `decode` would give, (heads, tokens, width) by stream: lazy.
@@ -293,23 +304,34 @@ def begin_encoding(
         mx.async_eval(decoded)
     if any(map(len, as_they_are)):
         rest.wait()  # their words are joined with these rows' bits
-    words, *parts = rest.arrays
+    return EncodingUnderWay(
+        _parted(groups, runs, KnownRows(heads, ends, as_they_are, bits), rest.arrays), decoded, rest
+    )
+
+
+def _parted(
+    groups: Sequence[GroupRows], runs: Sequence[tuple[int, int]], known: KnownRows, arrays: Sequence[Array]
+) -> list[list[Codes]]:
+    """Return views of `arrays` as codes of each group and block. Those are all words, then numbers and steps of the offsets
+    of each run of groups that are alike.
+    """
+    words, *parts = arrays
     numbers, steps = ([of_group for of_run in part for of_group in of_run] for part in (parts[::2], parts[1::2]))
     edges = _edges(runs)
-    ends_of_blocks = ends[:, np.array(edges[1:]) - 1].tolist()
+    ends_of_blocks = known.ends[:, np.array(edges[1:]) - 1].tolist()
     codes, word = [], 0
     for g, group in enumerate(groups):
-        kept, of_blocks = as_they_are[g], []
-        for number, (known, end) in enumerate(zip(group.settled, ends_of_blocks[g], strict=True)):
+        heads, kept, of_blocks = known.heads[g], known.kept[g], []
+        for number, (settled, end) in enumerate(zip(group.settled, ends_of_blocks[g], strict=True)):
             rows = slice(edges[number], edges[number + 1])
             own_words, word = words[word:end], end
             if len(kept):
-                whole_rows = bits[g][np.searchsorted(kept, rows.start) : np.searchsorted(kept, rows.stop)]
-                own_words = _with_rows(heads[g, rows], own_words, whole_rows)
-            of_block = (numbers[g][:, number], steps[g][:, number]) if known is None else known[2:]
-            of_blocks.append(Codes(heads[g, rows], own_words, *of_block))
+                whole_rows = known.bits[g][np.searchsorted(kept, rows.start) : np.searchsorted(kept, rows.stop)]
+                own_words = _with_rows(heads[rows], own_words, whole_rows)
+            of_block = (numbers[g][:, number], steps[g][:, number]) if settled is None else settled[2:]
+            of_blocks.append(Codes(heads[rows], own_words, *of_block))
         codes.append(of_blocks)
-    return EncodingUnderWay(codes, decoded, rest)
+    return codes
 
 
 def _beside(
