@@ -17,10 +17,11 @@ from typing import Any
 import mlx.core as mx
 import requests
 
+from prefixcache.cli import app
 from tests.models.families import FAMILIES
-from tests.servers.forked import BLAS, OFFLINE, ROOT
+from tests.servers.forked import begin
 from tests.servers.serving import SECONDS, TROUBLE, VOCABULARY, Endpoint, save_model, wait_for
-from tools.ranks.launch import gpus, nccl, ring
+from tools.ranks.launch import gpus, nccl_variables, ring_variables
 
 COMMAND = f"import sys; sys.path[:] = {sys.path!r}; from prefixcache.cli import app; app(prog_name='prefixcache')"
 EXACT = {"MLX_ENABLE_TF32": "0"}  # a GPU's rows of a hit and of a cold run would differ
@@ -39,17 +40,26 @@ def save_sharded(folder: Path, family: str, **fields: Any) -> Path:
     return folder
 
 
+def run_command(arguments: list[str]) -> None:
+    """Run the first argument, which is Python, and then the command that the others are."""
+    sys.argv[1:] = arguments[1:]
+    exec(arguments[0], {})
+    app(prog_name="prefixcache")
+
+
 class RankServer(Endpoint):
     """Ranks that serve one model, and what each one logs."""
 
     def __init__(self, logs: Path, size: int, *flags: Any, before: str = ""):
         self.logs = [logs.with_name(f"{logs.name}-{rank}") for rank in range(size)]
-        outputs = [log.open("wb") for log in self.logs]
-        command = [sys.executable, "-c", before + COMMAND, "serve", "--port", "0", *map(str, flags)]
-        launch = nccl if gpus() >= size and "--pipeline" not in flags else ring
-        self.ranks = launch(command, size, outputs, cwd=ROOT, env={**OFFLINE, **BLAS, **EXACT})
-        for output in outputs:
-            output.close()
+        for log in self.logs:
+            log.touch()
+        words = [before, "serve", "--port", "0", *flags]
+        on_gpus = gpus() >= size and "--pipeline" not in flags
+        self.ranks = [
+            begin(run_command, words, log, log, **EXACT, **variables)
+            for log, variables in zip(self.logs, nccl_variables(size) if on_gpus else ring_variables(size), strict=True)
+        ]
 
     def said(self, rank: int = 0) -> str:
         return self.logs[rank].read_text(errors="replace")

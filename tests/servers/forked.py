@@ -62,12 +62,13 @@ class Forked:
         self._process.kill()
 
 
-def begin(main: Main, arguments: Sequence[Any], out: Path, err: Path, *, anew: bool = False) -> Any:
-    """`main(arguments)` in a process at the repository's root that has this environment, and writes into these files.
+def begin(main: Main, arguments: Sequence[Any], out: Path, err: Path, *, anew: bool = False, **variables: str) -> Any:
+    """`main(arguments)` in a process at the repository's root that has this environment, with `variables`, and writes into
+    these files.
 
     `anew`: in an interpreter of its own in any case.
     """
-    words, environment = [*map(str, arguments)], {**os.environ, **OFFLINE, **BLAS}
+    words, environment = [*map(str, arguments)], {**os.environ, **OFFLINE, **BLAS, **variables}
     if FORKS and not anew:
         return Forked(main, words, out, err, environment)
     imported = f"import sys; sys.path[:] = {sys.path!r}; from {main.__module__} import {main.__qualname__} as main"

@@ -30,18 +30,32 @@ def ring(
 
     `outputs`: where each one writes to. `options`: of `subprocess.Popen`; `env` is added to this environment.
     """
-    with tempfile.NamedTemporaryFile("w", suffix=".json", delete=False) as hosts:
-        json.dump([[f"127.0.0.1:{port}"] for port in free_ports(size)], hosts)
-    return _start(command, outputs, [{"MLX_HOSTFILE": hosts.name} | _gpu(rank) for rank in range(size)], options)
+    return _start(command, outputs, ring_variables(size), options)
 
 
 def nccl(
     command: Sequence[str], size: int, outputs: Sequence[IO[Any] | int], **options: Any
 ) -> list[subprocess.Popen[Any]]:
     """The same with NCCL, which needs a GPU for each rank. It has no pipelines: MLX can't send and receive there."""
+    return _start(command, outputs, nccl_variables(size), options)
+
+
+def ring_variables(size: int) -> list[dict[str, str]]:
+    """Return the variables that make each of `size` processes a rank of one ring."""
+    with tempfile.NamedTemporaryFile("w", suffix=".json", delete=False) as hosts:
+        json.dump([[f"127.0.0.1:{port}"] for port in free_ports(size)], hosts)
+    return [_of_rank(rank, {"MLX_HOSTFILE": hosts.name}) for rank in range(size)]
+
+
+def nccl_variables(size: int) -> list[dict[str, str]]:
+    """The same for NCCL."""
     port = str(free_ports(1)[0])
     group = {"NCCL_HOST_IP": "127.0.0.1", "NCCL_PORT": port, "MLX_WORLD_SIZE": str(size)}
-    return _start(command, outputs, [group | _gpu(rank) for rank in range(size)], options)
+    return [_of_rank(rank, group) for rank in range(size)]
+
+
+def _of_rank(rank: int, group: dict[str, str]) -> dict[str, str]:
+    return {**group, **_gpu(rank), **OF_RANK.get(rank, {}), "MLX_RANK": str(rank)}
 
 
 def _gpu(rank: int) -> dict[str, str]:
@@ -61,17 +75,17 @@ OF_RANK: dict[int, dict[str, str]] = {}  # variables of single ranks
 
 
 def _start(
-    command: Sequence[str], outputs: Sequence[IO[Any] | int], groups: Sequence[dict[str, str]], options: dict[str, Any]
+    command: Sequence[str], outputs: Sequence[IO[Any] | int], ranks: Sequence[dict[str, str]], options: dict[str, Any]
 ) -> list[subprocess.Popen[Any]]:
     environment = {**os.environ, **options.pop("env", {})}
     return [
         subprocess.Popen(
             command,
-            env={**environment, **group, **OF_RANK.get(rank, {}), "MLX_RANK": str(rank)},
+            env={**environment, **variables},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
             **options,
         )
-        for rank, (output, group) in enumerate(zip(outputs, groups, strict=True))
+        for output, variables in zip(outputs, ranks, strict=True)
     ]
