@@ -140,21 +140,6 @@ def encode_parts(
     return [group.codes for group in coded]
 
 
-def _begun(
-    plan: Plan,
-    groups: Sequence[Joined],
-    leaves: Sequence[Leaf],
-    parts: Sequence[Sequence[RowsToCode]],
-    copies: list[CopiesUnderWay],
-    *,
-    decoding: bool,
-) -> Iterator[CodedGroup]:
-    """Begin to encode of each group the rows of each part; `copies` gets what is to be waited for."""
-    if gpu_coding.available():
-        return _encode_on_gpu(plan, groups, leaves, parts, copies, decoding=decoding)
-    return _encode(plan, groups, leaves, parts)
-
-
 def _uncoded(joined: Joined, block: BlockRows, sinks: int) -> RowsToCode:
     taken, copied = None, 0
     if block.known is not None:
@@ -184,7 +169,7 @@ def _encode(
         yield CodedGroup(codes, [])
 
 
-def _encode_on_gpu(
+def _begun(
     plan: Plan,
     groups: Sequence[Joined],
     leaves: Sequence[Leaf],
@@ -193,10 +178,12 @@ def _encode_on_gpu(
     *,
     decoding: bool,
 ) -> Iterator[CodedGroup]:
-    """Encode groups of which the same rows are to be coded together, as many as there is room for."""
-    at = 0
+    """Begin to encode of each group the rows of each part; `copies` gets what is to be waited for. On a GPU, groups of which
+    the same rows are to be coded are coded together, as many as there is room for.
+    """
+    at, on_gpu = 0, gpu_coding.available()
     while at < len(groups):
-        if not gpu_coding.takes(groups[at].coder):
+        if not on_gpu or not gpu_coding.takes(groups[at].coder):
             yield from _encode(plan, groups[at : at + 1], leaves, parts[at : at + 1])
             at += 1
             continue

@@ -55,6 +55,13 @@ class KnownBlock(NamedTuple):
     source: CodeSource = NO_SOURCE
 
 
+class ReservedJobs(NamedTuple):
+    """The first of a batch's jobs, and the room that is reserved for them."""
+
+    jobs: list[ImageJob]
+    reservation: Reservation
+
+
 class BegunBatch(NamedTuple):
     """Jobs whose images are being made, in the room that is reserved for them: `images` waits for them, on any thread."""
 
@@ -139,15 +146,15 @@ class StoreCall:
             jobs = self._next_jobs()
         jobs = self._maker.encoded(jobs)
         with self._storage.lock:
-            first_jobs, reservation = self._reserve(jobs)
+            reserved = self._reserve(jobs)
         kept = not jobs
-        if reservation is not None:
+        if reserved is not None:
             try:
-                images = self._maker.make(first_jobs)
+                images = self._maker.make(reserved.jobs)
             except BaseException:
-                reservation.release()
+                reserved.reservation.release()
                 raise
-            kept = publish(BegunBatch(first_jobs, reservation, images)) and len(first_jobs) == len(jobs)
+            kept = publish(BegunBatch(*reserved, images)) and len(reserved.jobs) == len(jobs)
             self._maker.put_back()  # here, not at the end: decoded rows of a long prompt are large
         elif jobs:
             self._warn_if_too_large(jobs[0])
@@ -345,8 +352,8 @@ class StoreCall:
     def _pin(self, *slots: Slot | None) -> None:
         self._pinned += self._storage.graph.pin(slot for slot in slots if slot is not None)
 
-    def _reserve(self, jobs: list[ImageJob]) -> tuple[list[ImageJob], Reservation | None]:
-        """Reserve room for the jobs, or for as many of the first of them as there is. Returns those jobs, and the room."""
+    def _reserve(self, jobs: list[ImageJob]) -> ReservedJobs | None:
+        """Reserve room for the jobs, or for as many of the first of them as there is. None where there is none."""
         slot_bytes = self._storage.graph.slot_bytes
         while jobs:
             cost = sum(job.cost(slot_bytes) for job in jobs)
@@ -354,10 +361,10 @@ class StoreCall:
             reservation = self._storage.ram.reserve(cost, self._deadline - time.monotonic(), claim=claim)
             if reservation is not None:
                 self._claim.add(cost)
-                return jobs, reservation
+                return ReservedJobs(jobs, reservation)
             # Half a batch, and less, before giving up: the leading blocks are the ones worth most.
             jobs = jobs[: len(jobs) // 2]
-        return [], None
+        return None
 
     def _warn_if_too_large(self, refused: ImageJob) -> None:
         cost = refused.cost(self._storage.graph.slot_bytes)
