@@ -18,6 +18,7 @@ import mlx.core as mx
 from prefixcache.blocks.budget import Budget
 from prefixcache.byte_sizes import size
 from prefixcache.codecs import Codec
+from prefixcache.codecs.interchange import device_memory
 from prefixcache.codecs.transform.bases import Bases
 from prefixcache.codecs.turboquant import backends as turboquant_backends
 from prefixcache.memory import machine_memory, trim_process_memory
@@ -287,14 +288,6 @@ def _of_rank(settings: Settings, ranks: Ranks) -> Settings:
     if not ranks.is_first:
         own["trace"] = None
     return settings.model_copy(update=own)
-
-
-def device_memory() -> int | None:
-    """Return the bytes of memory that MLX's device has of its own, as an NVIDIA GPU; None where it computes in RAM."""
-    if not mx.cuda.is_available() or mx.default_device().type != mx.DeviceType.gpu:
-        return None
-    told = mx.device_info()
-    return int(told.get("total_memory") or told.get("memory_size") or 0)
 
 
 def usable_memory() -> int:

@@ -220,6 +220,14 @@ def on_cpu() -> bool:
     return bool(mx.default_device() == mx.Device(mx.cpu))
 
 
+def device_memory() -> int | None:
+    """Return the bytes of memory that MLX's device has of its own, as an NVIDIA GPU; None where it computes in RAM."""
+    if not mx.cuda.is_available() or mx.default_device().type != mx.DeviceType.gpu:
+        return None
+    told = mx.device_info()
+    return int(told.get("total_memory") or told.get("memory_size") or 0)
+
+
 def check_rows(rows: mx.array, width: int, dtype: str) -> None:
     """Raise ValueError unless `rows` is (tokens, heads, `width`) of `dtype`."""
     if rows.ndim != 3 or rows.shape[-1] != width or name_of(rows.dtype) != dtype:

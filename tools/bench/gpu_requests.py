@@ -8,6 +8,7 @@ import copy
 import statistics
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import mlx.core as mx
@@ -16,6 +17,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from prefixcache import PrefixCache
 from prefixcache.codecs.interchange import on_cpu
+from prefixcache.servers.buffer_pool import pool_kept
 from tools.bench import report
 from tools.bench.gpu_live import model_of
 from tools.bench.prefill import compute
@@ -58,9 +60,10 @@ def without_cache(model: Any, tokens: list[int], kept: list[Any]) -> float:
 def answer(model: Any, tokens: list[int], cache: PrefixCache | None) -> float:
     """Seconds to the first token of a request, as `serve` answers it: what it then keeps is not among them."""
     mx.synchronize()
-    began = time.perf_counter()
-    layers = first_token(model, tokens, cache, stored=True)
-    seconds = time.perf_counter() - began
+    with pool_kept() if cache is not None else nullcontext():
+        began = time.perf_counter()
+        layers = first_token(model, tokens, cache, stored=True)
+        seconds = time.perf_counter() - began
     if cache is not None:
         prompt = cache.prompt(tokens, model="m", whole_blocks=True)
         prompt.given_rows.tokens = len(tokens)

@@ -16,13 +16,13 @@ from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any
 
-import mlx.core as mx
 from mlx_lm.server import ModelDescription
 
 from prefixcache.byte_sizes import parse_size
 from prefixcache.cache import PrefixCache
 from prefixcache.keys import as_session
 from prefixcache.memory import trim_process_memory
+from prefixcache.servers.buffer_pool import empty_pool
 from prefixcache.servers.mlx_lm.context import room_for
 from prefixcache.servers.mlx_lm.generator import Generator
 from prefixcache.servers.mlx_lm.idle_warming import IdleWarming
@@ -146,7 +146,7 @@ class Admin:
         return {"images": deleted.images, "bytes": deleted.nbytes, "held": deleted.held, **self._now()}
 
     def _trim_memory(self) -> None:
-        mx.clear_cache()
+        empty_pool()
         trim_process_memory()
 
     def _now(self) -> Json:

@@ -23,6 +23,7 @@ from mlx_lm.models.cache import KVCache
 from prefixcache.keys import BLOCK
 from prefixcache.media import chunks
 from prefixcache.servers.batch_rows import put_back
+from prefixcache.servers.buffer_pool import empty_pool
 from prefixcache.servers.mlx_lm.errors import may_be_the_hits
 from prefixcache.servers.mlx_lm.tenant_cache import TenantPromptCache, TokenizedRequest
 from prefixcache.servers.mlx_lm.upstream import Batches, RequestTokens, request_of
@@ -208,7 +209,7 @@ class RequestBatches:
         if not self._is_whole:
             self._batches.drop_generating()
             self._is_whole = True
-        mx.clear_cache()
+        empty_pool()
 
     def _begin_again(self, uid: int, sequence: SequenceUnderWay) -> None:
         """Compute a request's prompt from its first token on."""

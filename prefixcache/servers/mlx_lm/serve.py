@@ -13,6 +13,7 @@ import mlx.core as mx
 
 from prefixcache.byte_sizes import size
 from prefixcache.cache import PrefixCache
+from prefixcache.servers.buffer_pool import pool_kept
 from prefixcache.servers.ending import Ending
 from prefixcache.servers.mlx_lm.arguments import check_model, read_flags
 from prefixcache.servers.mlx_lm.generator import Generator
@@ -35,7 +36,7 @@ def serve(settings: Settings, flags: Sequence[str], options: ServeOptions) -> No
     args = read_flags(flags)
     if mx.metal.is_available():  # as mlx-lm does it: the weights stay in memory
         mx.set_wired_limit(int(mx.device_info()["max_recommended_working_set_size"]))
-    with Ending() as ending:
+    with Ending() as ending, pool_kept():
         if serve_rank(settings, args, options, ending):
             return
         start_logging(args, options)

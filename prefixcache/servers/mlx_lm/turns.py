@@ -11,8 +11,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from queue import Empty, Queue
 from typing import Any, NamedTuple, Protocol
 
-import mlx.core as mx
-
+from prefixcache.servers.buffer_pool import empty_pool
 from prefixcache.servers.in_flight import Wait
 from prefixcache.servers.mlx_lm.answers import Answers
 from prefixcache.servers.mlx_lm.prompt_tokenizer import PromptTokenizer
@@ -52,7 +51,7 @@ class IdlePool:
     """
 
     def __init__(self) -> None:
-        self._empty = mx.clear_cache
+        self._empty = empty_pool
         self._polls = 0
 
     def count_poll(self, *, busy: bool) -> None:

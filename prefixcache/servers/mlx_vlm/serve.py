@@ -14,6 +14,7 @@ from prefixcache.byte_sizes import size
 from prefixcache.cache import PrefixCache
 from prefixcache.identity import identity_or_nameless, mlx_vlm_identity
 from prefixcache.metrics.prometheus import CacheCollector, render
+from prefixcache.servers.buffer_pool import pool_kept
 from prefixcache.servers.causality import NotCausal, media_are_whole
 from prefixcache.servers.ending import Ending
 from prefixcache.servers.media_inputs import placeholders_of
@@ -39,7 +40,7 @@ def serve(settings: Settings, flags: Sequence[str], salts: Salts, allowed_hosts:
     ours, others = _read_ours(flags)
     address = _checked_address(ours.host, others)
     access = WebAccess.of(ours.host, address, allowed_hosts, filter(None, ours.allowed_origins.split(",")))
-    with Ending(), PrefixCache(settings) as cache:
+    with Ending(), pool_kept(), PrefixCache(settings) as cache:
         manager = upstream.Manager(cache, partial(prompts_of, cache))
         rules = upstream.Rules(replace(salts, remedy=TENANT), access, lambda: render(CacheCollector(cache)))
         with upstream.serving_with(manager, rules):
