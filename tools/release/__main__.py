@@ -47,8 +47,7 @@ def main() -> None:
         raise SystemExit("not released: " + "\nnot released: ".join(reasons))
     with tempfile.TemporaryDirectory(prefix="prefixcache-release-") as name:
         made = build(Path(name, "built"))
-        for distribution in made:
-            use(distribution, Path(name, distribution.name.replace(".", "-")))
+        use(made, Path(name, "environment"))
         if only_try:
             return
         shutil.copytree(made.wheel.parent, ROOT / "dist", dirs_exist_ok=True)

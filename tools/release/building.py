@@ -1,4 +1,4 @@
-"""The sdist and the wheel of a commit, and each of them tried in an empty environment."""
+"""The sdist and the wheel of a commit, and each of them tried where nothing else is installed."""
 
 from __future__ import annotations
 
@@ -58,14 +58,26 @@ def environment(folder: Path, *packages: str) -> Path:
     """The Python of a new environment with these packages, as pip finds them, and nothing else."""
     venv.create(folder, with_pip=True)
     python = folder / "bin" / "python"
-    subprocess.run([python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *packages], check=True)
+    _install(python, *packages)
     return python
 
 
-def use(distribution: Path, folder: Path) -> None:
-    """Install a distribution as README says and take the tour, in an empty environment, away from the checkout."""
+def _install(python: Path, *arguments: str) -> None:
+    subprocess.run([python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *arguments], check=True)
+
+
+def use(made: Distributions, folder: Path) -> None:
+    """Install the wheel as README says, in an empty environment away from the checkout, and take the tour; then again with
+    the sdist in its place.
+    """
     extra = "" if sys.platform == "darwin" else "[cpu]"
-    python = environment(folder, f"prefixcache{extra} @ {distribution.as_uri()}")
+    python = environment(folder, f"prefixcache{extra} @ {made.wheel.as_uri()}")
+    _tour(python, made.wheel, folder)
+    _install(python, "--force-reinstall", "--no-deps", str(made.sdist))
+    _tour(python, made.sdist, folder)
+
+
+def _tour(python: Path, distribution: Path, folder: Path) -> None:
     copy = folder / "tour.py"
     copy.write_text(TOUR.read_text())
     print(f"{distribution.name}, installed in an empty environment:", flush=True)
