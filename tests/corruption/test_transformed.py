@@ -184,7 +184,7 @@ def test_what_can_be_decoded_has_the_right_shapes(root, model, change):
         assert states.compressed(cache, TOKENS, model=model.identity)[0] is not None
 
 
-@pytest.mark.parametrize(("change", "whole_blocks"), zip(FEW, (False, True, False), strict=True))
+@pytest.mark.parametrize(("change", "whole_blocks"), [*zip(FEW, (False, True, False), strict=True)])
 def test_every_fetch_takes_damage_for_a_miss(root, model, change, whole_blocks):
     changed(root, model, 1, CHANGES[change])
     with opened(root) as cache:
@@ -207,7 +207,7 @@ def test_a_lookup_says_which_block_is_damaged_and_a_fetch_deletes_it(root, model
         assert cache.match(TOKENS, model=model.identity).ssd == 256
 
 
-@pytest.mark.parametrize(("change", "write_back"), zip(FEW, (True, False, True), strict=True))
+@pytest.mark.parametrize(("change", "write_back"), [*zip(FEW, (True, False, True), strict=True)])
 def test_damaged_codes_are_not_taken_over_by_a_prompt_that_shares_them(root, model, change, write_back):
     changed(root, model, 0, CHANGES[change])
     other = TOKENS[:200] + prompt(400, 5)
