@@ -93,6 +93,20 @@ def age(when: float | None, now: float) -> str:
     return f"{int(seconds)} s"
 
 
+def duration(seconds: float | None) -> str:
+    """Write a time to two or three digits, in the unit that suits it: "16 ms", "1.42 s", "2.5 min"; "-" for none."""
+    if seconds is None:
+        return "-"
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:,.1f} {unit}"
+    if seconds >= 1 or not seconds:
+        return f"{seconds:.1f} s" if seconds >= 10 else f"{seconds:.2f} s"
+    if seconds >= 1e-3:
+        return f"{seconds * 1e3:.0f} ms" if seconds >= 1e-2 else f"{seconds * 1e3:.1f} ms"
+    return f"{seconds * 1e6:.0f} us"
+
+
 def many(number: int, noun: str) -> str:
     """Write a number with its noun: "1 block", "1,234 blocks"; "1 branch", "2 branches"."""
     plural = f"{noun}es" if noun.endswith(("s", "x", "ch")) else f"{noun}s"

@@ -1,8 +1,8 @@
-"""How the commands write numbers, sizes, ages and foreign texts."""
+"""How the commands write numbers, sizes, times and foreign texts."""
 
 import pytest
 
-from prefixcache.cli.text import age, complain, many, safe, size
+from prefixcache.cli.text import age, complain, duration, many, safe, size
 
 
 @pytest.mark.parametrize(
@@ -30,6 +30,25 @@ def test_sizes(nbytes, text):
 def test_ages(seconds, text):
     assert age(1e9 - seconds, 1e9) == text
     assert age(None, 1e9) == "-"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0.00 s"),
+        (0.000_042, "42 us"),
+        (0.001_25, "1.2 ms"),
+        (0.016, "16 ms"),
+        (1.42, "1.42 s"),
+        (12.34, "12.3 s"),
+        (150, "2.5 min"),
+        (8000, "2.2 h"),
+        (200_000, "2.3 d"),
+        (None, "-"),
+    ],
+)
+def test_times_say_no_more_than_they_know(seconds, text):
+    assert duration(seconds) == text
 
 
 def test_words():

@@ -22,7 +22,7 @@ from rich.table import Table
 
 from prefixcache.cli.demo.text import CALIBRATED, EXACT, LOSSY, TITLES
 from prefixcache.cli.tables import Grid, table
-from prefixcache.cli.text import Refused, complain, console, print_json, refusing, safe, size
+from prefixcache.cli.text import Refused, complain, console, duration, print_json, refusing, safe, size
 
 OWN_MODEL = Path(__file__).with_name("tiny-llama")
 
@@ -226,13 +226,13 @@ def _cells(result: Result) -> dict[str, str]:
         "needles found": f"{result['found']} of {result['needles']}",
         "tokens of all prompts": f"{result['prompt_tokens']:,}",
         "  of them reused": f"{reused:,} ({reused / result['prompt_tokens']:.1%})" if reused else "0",
-        "time to first token, median of those with a hit": _time(result["first"]),
+        "time to first token, median of those with a hit": duration(result["first"]),
     }
     if "sooner" in result:
         cells |= {
             "  how much sooner than cold, same answers": f"{result['sooner']:.1f} x",
             "answers equal to cold, token for token": f"{result['equal']} of {result['count']}",
-            "time to store an answer, median": _time(result["store"]),
+            "time to store an answer, median": duration(result["store"]),
             "RAM at most, of its budget": f"{size(result['ram_peak'])} of {size(result['ram_limit'])}",
             "images in RAM at the end": size(result["ram_images"]),
             "files on SSD at the end": f"{size(result['ssd']['bytes'])} in {result['ssd']['files']}",
@@ -240,7 +240,3 @@ def _cells(result: Result) -> dict[str, str]:
             "the conversations, each kept whole, plain float32": size(result["whole_bytes"]),
         }
     return cells
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.{0 if seconds >= 0.01 else 1}f} ms"

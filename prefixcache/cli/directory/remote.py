@@ -18,7 +18,7 @@ from rich.console import Console
 
 from prefixcache.cli.directory.argument import reason_of
 from prefixcache.cli.tables import named_rows
-from prefixcache.cli.text import Refused, foreign, many
+from prefixcache.cli.text import Refused, duration, foreign, many
 from prefixcache.image_format import SNAPSHOT
 from prefixcache.keys import BLOCK, TOKEN_BYTES
 from prefixcache.remote.client import Client, open_client
@@ -131,7 +131,7 @@ def show_remote(out: Console, facts: Facts) -> None:
     table = named_rows()
     for name, value in facts.items():
         if name == "answer_seconds":
-            table.add_row("answers in", f"{value * 1000:.1f} ms")
+            table.add_row("answers in", duration(value))
         elif name == "asked_images":
             shared = f"{facts['images_there']:,} of the {many(value, 'image')} used last are there"
             table.add_row("shared", shared)

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from prefixcache.cli.tables import NONE, Grid, table
-from prefixcache.cli.text import foreign, many, size
+from prefixcache.cli.text import duration, foreign, many, size
 
 CHOSEN = "*"  # beside the size that is recommended
 TURBOQUANT = "turboquant:4"  # what transform is compared with
@@ -64,16 +64,6 @@ def percent(share: float | None) -> str:
 def count(number: int) -> str:
     """Write three digits and k, M or G."""
     return f"{number:,}" if number < 1000 else size(number).replace("kB", "k").removesuffix("B")
-
-
-def duration(seconds: float | None) -> str:
-    """Write a duration: "0.12 s", "3.4 min", "2.1 h", "5.6 d"."""
-    if seconds is None:
-        return NONE
-    for unit, length in (("d", 86_400), ("h", 3_600), ("min", 60)):
-        if seconds >= 2 * length:
-            return f"{seconds / length:,.1f} {unit}"
-    return f"{seconds:.1f} s" if seconds >= 10 else f"{seconds:.2f} s"
 
 
 def years(value: float | None, written: float | None) -> str:

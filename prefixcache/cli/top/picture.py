@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from prefixcache.cli.tables import listing, named_rows
-from prefixcache.cli.text import foreign, size
+from prefixcache.cli.text import duration, foreign, size
 from prefixcache.cli.top.metrics_page import Facts
 
 BAR = 24  # columns of a meter
@@ -120,7 +120,7 @@ def _latencies(latency: dict[str, Facts | None]) -> Table:
     for name, timed in latency.items():
         if timed is not None and timed["count"]:
             period = Text("this interval" if timed["lately"] else "all its time", "dim")
-            table.add_row(_words(name), f"{timed['count']:,}", _seconds(timed["p50"]), _seconds(timed["p99"]), period)
+            table.add_row(_words(name), f"{timed['count']:,}", duration(timed["p50"]), duration(timed["p99"]), period)
     return table
 
 
@@ -140,13 +140,6 @@ def _number(rate: float | None) -> str:
 
 def _bytes(rate: float | None) -> str:
     return "-" if rate is None else f"{size(int(rate))}/s"
-
-
-def _seconds(seconds: float) -> str:
-    for unit, length in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= length:
-            return f"{seconds / length:,.{1 if seconds / length < 99.95 else 0}f} {unit}"
-    return f"{seconds * 1e6:,.0f} us"
 
 
 def clock(when: float) -> str:
