@@ -187,6 +187,28 @@ class Plan:
     def __init__(self, layout: Layout, codec: Codec):
         self.layout = layout
         self.layers = [layout["kinds"][kind] for kind in layout["layers"]]
+        self._codec = codec
+        self.sink_tokens = codec.sink_tokens
+        self._list_leaves()
+        codings = [
+            _codings(leaf, layer, len(self.layers), codec)
+            for leaf, layer in zip(self.leaves, self.layer_of, strict=True)
+        ]
+        left_raw = {self.layer_of[leaf] for leaf, streams in enumerate(codings) if any(c.left_raw for c in streams)}
+        self.raw = sorted(left_raw)
+        self.row_codecs = [
+            {c.stream: c.rows for c in streams} for streams in codings
+        ]  # by leaf; of joined ones, otherwise
+        joined = self._joined(codec)
+        self._list_joined(joined)
+        # Where neither rows nor state are coded, a tail's rows are no other than a block's.
+        exact_state = not self.snapshots or isinstance(codec, Raw)
+        self.lossless = exact_state and not self.joined and not any(c.is_coded for streams in codings for c in streams)
+        self._make_sections(codings, joined)
+        self._find_places()
+
+    def _list_leaves(self) -> None:
+        """List the leaves of all layers, and the windows that they have."""
         self.leaves: list[Layout] = []
         self.layer_of: list[int] = []
         for index, layer in enumerate(self.layers):
@@ -194,55 +216,54 @@ class Plan:
                 self.leaves.append(leaf)
                 self.layer_of.append(index)
         self.snapshots = [i for i, leaf in enumerate(self.leaves) if leaf["kind"] == "snapshot"]
-        self._codec = codec
-        codings = [
-            _codings(leaf, layer, len(self.layers), codec)
-            for leaf, layer in zip(self.leaves, self.layer_of, strict=True)
-        ]
-        self.raw = sorted(
-            {layer for layer, streams in zip(self.layer_of, codings, strict=True) if any(c.left_raw for c in streams)}
-        )
-        self.row_codecs = [
-            {c.stream: c.rows for c in streams} for streams in codings
-        ]  # by leaf; of joined ones, otherwise
-        by_window: dict[Window, list[int]] = {}
-        for i, leaf in enumerate(self.leaves):
-            if leaf.get("streams") and "window" in leaf:
-                by_window.setdefault(Window(*leaf["window"]), []).append(i)
-        self.windows = tuple(by_window)
-        of_rows, *of_windows = self._joined(codec)
-        self.joined = [joined for of_section in (of_rows, *of_windows) for joined in of_section]
+        windowed = [leaf for leaf in self.leaves if leaf.get("streams") and "window" in leaf]
+        self.windows = tuple(dict.fromkeys(Window(*leaf["window"]) for leaf in windowed))
+
+    def _list_joined(self, of_sections: list[tuple[Joined, ...]]) -> None:
+        self.joined = [joined for of_section in of_sections for joined in of_section]
         # Where a joined stream stands: (leaf, stream) -> its group in its section, and its number there.
         self.joined_places = {
             at: (j, n)
-            for of_section in (of_rows, *of_windows)
+            for of_section in of_sections
             for j, joined in enumerate(of_section)
             for n, at in enumerate(joined.streams)
         }
-        # Where neither rows nor state are coded, a tail's rows are no other than a block's.
-        exact_state = not self.snapshots or isinstance(codec, Raw)
-        self.lossless = exact_state and not self.joined and not any(c.is_coded for streams in codings for c in streams)
-        as_they_are = [[coding.as_it_is() for coding in streams] for streams in codings]
-        self.sink_tokens = codec.sink_tokens
-        sunk = [
-            [
-                c.as_it_is()
-                for c in streams
-                if self.sink_tokens and (c.is_coded or (leaf, c.stream) in self.joined_places)
-            ]
-            for leaf, streams in enumerate(codings)
+
+    def _make_sections(self, codings: _Codings, joined: list[tuple[Joined, ...]]) -> None:
+        """Make the sections of layers that keep every token, then those of layers with windows, by their window."""
+        apart: _Codings = []
+        sunk: _Codings = []
+        for leaf, streams in enumerate(codings):
+            apart.append([c for c in streams if (leaf, c.stream) not in self.joined_places])
+            coded = [c for c in streams if c.is_coded or (leaf, c.stream) in self.joined_places]
+            sunk.append([c.as_it_is() for c in coded] if self.sink_tokens else [])
+        exact = [[c.as_it_is() for c in streams] for streams in codings]
+        of_rows, *of_windows = joined
+
+        leaves = [i for i, leaf in enumerate(self.leaves) if leaf["kind"] == "sliceable"]
+        self.rows = _section("r", leaves, apart)._replace(joined=of_rows)
+        self.tails = self.rows if self.lossless else _section("t", leaves, exact)
+        self.sinks = _section("s.", leaves, sunk)
+
+        def by_window(letter: str, codings: _Codings) -> list[Section]:
+            numbers = [self.window_of(leaf) for leaf in range(len(self.leaves))]
+            leaves_of = [[i for i, number in enumerate(numbers) if number == w] for w in range(len(self.windows))]
+            return [_section(f"{letter}{w}.", leaves, codings) for w, leaves in enumerate(leaves_of)]
+
+        self.kept = by_window("k", exact)
+        self.windowed = [
+            section._replace(joined=of) for section, of in zip(by_window("w", apart), of_windows, strict=True)
         ]
-        codings = [
-            [c for c in streams if (leaf, c.stream) not in self.joined_places] for leaf, streams in enumerate(codings)
-        ]
-        self._place_rows(codings, as_they_are, sunk, of_rows)
-        self._place_windows(list(by_window.values()), codings, as_they_are, sunk, of_windows)
+        self.window_tails = self.windowed if self.lossless else by_window("v", exact)
+        self.window_sinks = by_window("x", sunk)
         several = (*self.kept, *self.windowed, *self.window_tails, *self.window_sinks)
-        self.sections = list(
-            {id(section): section for section in (self.rows, self.tails, self.sinks, *several)}.values()
-        )
-        # Where each stream stands: leaf -> stream -> (group, member), in `rows` or `windowed`; in `tails`, `kept` or
-        # `window_tails`; in `sinks` or `window_sinks`.
+        each_once = {id(section): section for section in (self.rows, self.tails, self.sinks, *several)}
+        self.sections = list(each_once.values())
+
+    def _find_places(self) -> None:
+        """Note where each stream stands: leaf -> stream -> (group, member), in `rows` or `windowed`; in `tails`, `kept` or
+        `window_tails`; in `sinks` or `window_sinks`.
+        """
         self.places = self._places(self.rows, *self.windowed)
         self.tail_places = self._places(self.tails, *self.window_tails)
         self.sink_places = self._places(self.sinks, *self.window_sinks)
@@ -265,33 +286,6 @@ class Plan:
                 joined = Joined(codec.coder(g, dtype), tuple((leaf, name) for leaf, name, _ in present), names)
                 of_sections[0 if window is None else 1 + window].append(joined)
         return [tuple(of_section) for of_section in of_sections]
-
-    def _place_rows(self, codings: _Codings, as_they_are: _Codings, sunk: _Codings, joined: tuple[Joined, ...]) -> None:
-        """Make the sections of layers that keep every token."""
-        leaves = [i for i, leaf in enumerate(self.leaves) if leaf["kind"] == "sliceable"]
-        self.rows = _section("r", leaves, codings)._replace(joined=joined)
-        self.tails = self.rows if self.lossless else _section("t", leaves, as_they_are)
-        self.sinks = _section("s.", leaves, sunk)
-
-    def _place_windows(
-        self,
-        leaves_of: list[list[int]],
-        codings: _Codings,
-        as_they_are: _Codings,
-        sunk: _Codings,
-        joined: list[tuple[Joined, ...]],
-    ) -> None:
-        """Make the sections of layers with windows, by their window."""
-
-        def sections(letter: str, codings: _Codings) -> list[Section]:
-            return [_section(f"{letter}{w}.", leaves, codings) for w, leaves in enumerate(leaves_of)]
-
-        self.kept = sections("k", as_they_are)
-        self.windowed = [
-            section._replace(joined=of) for section, of in zip(sections("w", codings), joined, strict=True)
-        ]
-        self.window_tails = self.windowed if self.lossless else sections("v", as_they_are)
-        self.window_sinks = sections("x", sunk)
 
     def _places(self, *sections: Section) -> list[dict[str, Place]]:
         places: list[dict[str, Place]] = [{} for _ in self.leaves]
