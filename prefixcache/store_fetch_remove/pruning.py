@@ -52,7 +52,7 @@ def clear_namespaces(storage: Storage, roots: Collection[bytes]) -> Deleted:
     for slots in _portions(_least_recent(storage, roots)):
         with storage.lock:
             for slot in filter(storage.graph.is_attached, slots):
-                images, nbytes = images + 1, nbytes + storage.discard(slot)
+                images, nbytes = images + 1, nbytes + storage.lower.discard(slot)
     unindexed = _delete_unindexed(storage, roots, None)
     return Deleted(images + unindexed.images, nbytes + unindexed.nbytes)
 
@@ -70,7 +70,7 @@ def prune_namespaces(storage: Storage, roots: Collection[bytes], used_before: fl
                 if needed or (newest is not None and slot.tick > newest):
                     held += 1
                 else:
-                    images, nbytes = images + 1, nbytes + storage.discard(slot)
+                    images, nbytes = images + 1, nbytes + storage.lower.discard(slot)
     return Deleted(images, nbytes, held)
 
 
@@ -115,7 +115,7 @@ def end_session(storage: Storage, roots: Collection[bytes], session: str) -> Del
             if slot.pins or slot.leases or _is_needed(storage, slot):
                 held += 1
             else:
-                images, nbytes = images + 1, nbytes + storage.discard(slot)
+                images, nbytes = images + 1, nbytes + storage.lower.discard(slot)
     return Deleted(images, nbytes, held)
 
 

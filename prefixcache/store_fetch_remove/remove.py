@@ -26,7 +26,7 @@ def remove(storage: Storage, prompt: Prompt) -> int:
             if walk.depth == len(prompt) and walk.nodes:
                 for slot in required_images(walk, walk.depth, storage.graph.last):
                     if slot.kind == SNAPSHOT:  # the state of this boundary is the prompt's alone
-                        freed += storage.discard(slot)
+                        freed += storage.lower.discard(slot)
                 # Part of a block is another prompt's, but where only a state makes a boundary.
                 if walk.partial is None or walk.tree.snapshots:
                     freed += _remove_blocks(storage, walk.nodes[-1])
@@ -51,7 +51,7 @@ def remove_following(storage: Storage, prompt: Prompt) -> int:
             parent = path[-1] if path else namespace.tree.root
             for slot in list(_beginning_with(parent, prompt.token_bytes[above * BLOCK * TOKEN_BYTES :])):
                 if storage.graph.is_attached(slot):
-                    freed += storage.discard(slot)
+                    freed += storage.lower.discard(slot)
             if parent.parent is not None and storage.graph.is_known(parent):
                 freed += _remove_blocks(storage, parent)
     return freed
@@ -82,7 +82,7 @@ def _remove_blocks(storage: Storage, node: Node) -> int:
             break  # a boundary that is stored needs its rows
         if any(entry.parent == node.key for tier in storage.lower for entry in tier.unindexed.values()):
             break  # a prompt that is not indexed does
-        freed += sum(storage.discard(slot) for slot in [*node.windows, node.rows] if slot is not None)
+        freed += sum(storage.lower.discard(slot) for slot in [*node.windows, node.rows] if slot is not None)
         node = parent
     return freed
 

@@ -265,7 +265,7 @@ class _Promotion:
                     reading.tier.invalidate(slot)
             elif image is not None and not fits:  # the index has no checksum, and that of a file is no signature
                 storage.counters.corrupt += 1
-                storage.discard(slot)
+                storage.lower.discard(slot)
             elif image is not None and slot.is_in(number) and slot.image is None:
                 storage.graph.place(slot, RAM, image=image, reservation=reservation)
                 storage.counters.promoted_bytes += slot.nbytes

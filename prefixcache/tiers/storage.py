@@ -132,24 +132,20 @@ class Storage(StorageState):
 
     # -- deleted everywhere -------------------------------------------------------------------------------------------
 
-    def discard(self, slot: Slot) -> int:
-        """Delete an image from every tier. Returns its bytes, which are free when a write that waits has ended."""
-        return self.lower.discard(slot)
-
     def reject(self, slot: Slot) -> int:
         """Delete an image that can't be decoded from every tier; the shared one is not asked for it for a while. Returns its
         bytes.
         """
         if self.remote is not None:
             self.remote.refuse(slot)
-        return self.discard(slot)
+        return self.lower.discard(slot)
 
     def clear(self) -> None:
         """Delete every image from every tier; pins end."""
         for tier in self.lower:
             tier.delete_unindexed()
         for slot in list(self.graph.slots.values()):
-            self.discard(slot)
+            self.lower.discard(slot)
         self.spilling.clear()
 
     def keep(self, sequences: int) -> int:
@@ -161,14 +157,14 @@ class Storage(StorageState):
             while (kept := self.graph.leaves.total()) > sequences and (
                 slot := least_recent_leaf(self.graph)
             ) is not None:
-                self.discard(slot)
+                self.lower.discard(slot)
             return kept
 
     def delete_namespace(self, namespace: Namespace) -> None:
         """Delete the images of a namespace that the index described falsely, and forget it."""
         for slot in list(self.graph.slots.values()):
             if root_of(slot) is namespace.tree.root:
-                self.discard(slot)
+                self.lower.discard(slot)
         self._forget(namespace)
 
     def forget_empty_namespaces(self) -> None:

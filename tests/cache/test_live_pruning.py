@@ -105,7 +105,7 @@ def test_remove_with_what_follows_takes_what_is_left_of_a_prompt_whose_end_was_e
         with storage.lock:
             (namespace,) = prompt.namespaces()
             for node in prompt.walk(namespace).nodes[: -evicted - 1 : -1]:
-                storage.discard(node.rows)
+                storage.lower.discard(node.rows)
         assert depth(cache, tokens) == 256 * (3 - evicted)
         cache.remove(tokens, model="m@1", following=True)
         assert depth(cache, tokens) == 0

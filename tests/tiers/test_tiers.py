@@ -277,7 +277,7 @@ class TiersMachine(RuleBasedStateMachine):
     def discard(self, ids):
         walk = self.served.prompt(*ids).walk(self.served.namespace)
         if walk.path and not walk.path[-1].children:
-            self.served.storage.discard(walk.path[-1].rows)
+            self.served.storage.lower.discard(walk.path[-1].rows)
 
     @invariant()
     def sound(self):
