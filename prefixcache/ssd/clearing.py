@@ -10,7 +10,8 @@ import shutil
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from prefixcache.ssd.directory import Directory, disk_at, disk_of, remove_empty_folders, scan, sync_folder
+from prefixcache.durability import sync_folder
+from prefixcache.ssd.directory import Directory, disk_at, disk_of, remove_empty_folders, scan
 from prefixcache.ssd.entries import Progress
 from prefixcache.ssd.files import remove_file
 from prefixcache.ssd.index import Index, suffixes

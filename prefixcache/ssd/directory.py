@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import closing, suppress
 from pathlib import Path
 
+from prefixcache.durability import sync_folder
 from prefixcache.ssd.entries import FOLDERS, Address
 from prefixcache.ssd.errors import DirectoryError
 
@@ -373,14 +374,6 @@ def make_folder(path: str | os.PathLike[str]) -> bool:
     if stat.S_IMODE(os.stat(path).st_mode) != 0o700:
         os.chmod(path, 0o700)
     return True
-
-
-def sync_folder(path: str | os.PathLike[str]) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def remove_folder(path: str) -> None:

@@ -13,8 +13,9 @@ from contextlib import closing
 from itertools import islice
 from pathlib import Path
 
+from prefixcache.durability import sync_folder
 from prefixcache.image_format import FORMAT
-from prefixcache.ssd.directory import Directory, identity_of, lock_text, refusal, require_plain, sync_folder
+from prefixcache.ssd.directory import Directory, identity_of, lock_text, refusal, require_plain
 from prefixcache.ssd.errors import DirectoryHeld, IndexBroken, NewerFormat
 from prefixcache.ssd.files import DamagedFile, read_header
 from prefixcache.ssd.index import suffixes

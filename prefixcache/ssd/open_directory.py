@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 import numpy as np
 
 from prefixcache.byte_sizes import as_setting
+from prefixcache.durability import sync_folder
 from prefixcache.ssd.directory import (
     LOCK,
     Directory,
@@ -27,7 +28,6 @@ from prefixcache.ssd.directory import (
     refusal,
     remove_empty_folders,
     remove_folder,
-    sync_folder,
     tree_size,
 )
 from prefixcache.ssd.entries import FOLDERS, Address, Entry, batched

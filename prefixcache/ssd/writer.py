@@ -19,8 +19,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import NamedTuple
 
+from prefixcache.durability import sync_folder
 from prefixcache.metrics.histogram import Histogram
-from prefixcache.ssd.directory import make_folder, remove_folder, sync_folder
+from prefixcache.ssd.directory import make_folder, remove_folder
 from prefixcache.ssd.entries import Address, Entry, Item, Touch, batched
 from prefixcache.ssd.files import remove_file, write_file
 from prefixcache.ssd.index import Row, proves_damage

@@ -20,6 +20,7 @@ ROOT = PACKAGE.parent
 LEVELS = {
     "image_memory": -1,
     "byte_sizes": 0,
+    "durability": 0,
     "identity": 0,
     "image_format": 0,
     "kernels": 0,
@@ -60,13 +61,14 @@ ONLY = {
     "identity": set(),
     "upstream": set(),
     "byte_sizes": set(),
+    "durability": set(),
     "settings": {"byte_sizes"},
     "metrics": {"", "byte_sizes"},
     "blocks": {"keys", "image_format", "image_memory"},
     "trace": {"keys"},
-    "ssd": {"byte_sizes", "keys", "image_format", "image_memory", "memory", "metrics"},
+    "ssd": {"byte_sizes", "durability", "keys", "image_format", "image_memory", "memory", "metrics"},
     "remote": {"blocks", "image_format", "image_memory", "keys", "metrics", "ssd", "tiers"},
-    "codecs": {"kernels"},
+    "codecs": {"durability", "kernels"},
     "calibration": {"codecs"},
     "live": {"codecs", "memory", "upstream"},
     "tiers": {
@@ -103,6 +105,7 @@ WITHOUT_MLX = [
     "tiers",
     "remote",
     "byte_sizes",
+    "durability",
 ]
 
 

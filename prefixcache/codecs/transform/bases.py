@@ -16,6 +16,7 @@ from pathlib import Path
 from weakref import WeakValueDictionary
 
 from prefixcache.codecs.transform.basis import SUFFIX, Basis, BasisError, is_hash, model_of, read
+from prefixcache.durability import sync_folder
 
 log = logging.getLogger("prefixcache")
 
@@ -100,7 +101,7 @@ class Bases:
         except BaseException:
             os.unlink(temporary)
             raise
-        _sync(self.folder)
+        sync_folder(self.folder)
         return path
 
     def _read(self, path: Path) -> Basis:
@@ -124,11 +125,3 @@ def _weights(model: str) -> str:
 
 def _name(model: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", model.partition("@")[0])[:64].strip("-.") or "model"
-
-
-def _sync(folder: Path) -> None:
-    number = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
