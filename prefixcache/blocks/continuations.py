@@ -4,11 +4,9 @@ that says the same in other tokens. Whether they can be hit says `lookup`.
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Iterator
 from itertools import islice
 
-from prefixcache.blocks.node import Node, Walk
+from prefixcache.blocks.node import Walk
 from prefixcache.keys import TOKEN_BYTES
 
 
@@ -19,7 +17,7 @@ def continuations(walk: Walk, start: int, limit: int, most: int) -> set[bytes]:
     """
     node = next((node for node in reversed(walk.path) if node.end <= start and node.is_whole), walk.tree.root)
     begin = walk.token_bytes[node.end * TOKEN_BYTES : start * TOKEN_BYTES]
-    waiting = [(child, child.tokens[len(begin) :]) for child in islice(_children(node, begin), most)]
+    waiting = [(child, child.tokens[len(begin) :]) for child in islice(node.children_beginning(begin), most)]
     found: set[bytes] = set()
     while waiting and len(found) < most:
         node, tokens = waiting.pop()
@@ -28,11 +26,3 @@ def continuations(walk: Walk, start: int, limit: int, most: int) -> set[bytes]:
         elif tokens:
             found.add(tokens[: limit * TOKEN_BYTES])
     return found
-
-
-def _children(node: Node, begin: bytes) -> Iterator[Node]:
-    """Yield the children whose tokens begin so."""
-    for place in range(bisect_left(node.child_tokens, begin), len(node.children)):
-        if not node.child_tokens[place].startswith(begin):
-            return
-        yield node.children[place]

@@ -24,7 +24,7 @@ class Recency:
     def __init__(self, policy: str, budget: Budget, tiers: int):
         rule = POLICIES[policy]
         fixed = rule.fixed(budget.limit)
-        self._fixed = budget.reserve(tiers * fixed)  # held as long as the graph is
+        budget.reserve(tiers * fixed)  # for good
         self.orders = tuple(LeasedLast(rule.make(fixed), tier) for tier in range(tiers))
         self.snapshots: OrderedDict[Slot, None] = OrderedDict()  # those in RAM, the least recently used first
         self.slot_bytes = rule.slot_bytes

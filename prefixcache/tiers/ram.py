@@ -38,7 +38,7 @@ class Ram:
             limit = state.budget.limit
             nbytes = min(max(limit // DOORKEEPER_SHARE, 1024), DOORKEEPER_MOST, limit // 16)
             self._doorkeeper = Doorkeeper(nbytes)
-            self._doorkeeping = state.budget.reserve(nbytes)  # for good
+            state.budget.reserve(nbytes)  # for good
 
     def reserve(
         self, nbytes: int, wait: float = 0, drop: bool = True, claim: Claim | None = None

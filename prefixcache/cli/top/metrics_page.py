@@ -121,15 +121,15 @@ def address(text: str) -> str:
     return urlunsplit((parts.scheme, parts.netloc, parts.path.rstrip("/") or "/metrics", parts.query, ""))
 
 
-def scrape(url: str, timeout: float = TIMEOUT) -> Page:
+def scrape(url: str) -> Page:
     """Read the page. Raises Away when nobody answers as a server should, NotOurs for another's page."""
     try:
-        with urlopen(Request(url, headers={"Accept": "text/plain"}), timeout=timeout) as answer:
-            body, deadline = b"", time.monotonic() + timeout
+        with urlopen(Request(url, headers={"Accept": "text/plain"}), timeout=TIMEOUT) as answer:
+            body, deadline = b"", time.monotonic() + TIMEOUT
             while len(body) <= LARGEST and (piece := answer.read1(LARGEST)):
                 body += piece
                 if time.monotonic() > deadline:
-                    raise TimeoutError(f"its page takes longer than {timeout:g} s")
+                    raise TimeoutError(f"its page takes longer than {TIMEOUT:g} s")
     except HTTPError as error:
         error.close()
         if error.code >= 500:
