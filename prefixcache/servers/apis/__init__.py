@@ -30,6 +30,13 @@ def as_chat(asked: Json, **meant: Any) -> Json:
     return {name: value for name, value in chat.items() if value is not None}
 
 
+def error_type(status: int) -> str:
+    """Return what OpenAI's APIs call an error with this status of HTTP."""
+    if status >= 500:
+        return "server_error"
+    return "authentication_error" if status == 401 else "invalid_request_error"
+
+
 class Event(NamedTuple):
     """A server-sent event: its name and its data."""
 

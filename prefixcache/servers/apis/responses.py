@@ -13,7 +13,7 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from prefixcache.servers.apis import Event, Json, as_chat
+from prefixcache.servers.apis import Event, Json, as_chat, error_type
 from prefixcache.servers.request_schema import (
     Count,
     GenerationRequest,
@@ -94,8 +94,7 @@ class Responses:
 
     def error(self, status: int, message: str) -> Json:
         """Return the body of an error, as OpenAI's clients read it."""
-        kind = "server_error" if status >= 500 else "authentication_error" if status == 401 else "invalid_request_error"
-        return {"error": {"message": message, "type": kind, "param": None, "code": status}}
+        return {"error": {"message": message, "type": error_type(status), "param": None, "code": status}}
 
 
 # -- the request ------------------------------------------------------------------------------------------------------

@@ -114,9 +114,7 @@ class Admin:
         prompt = self._prompt(body)
         with self._stores_ended():
             nbytes = self._cache.remove(prompt, following=True)
-        self._generator.prompts.drop_live()
-        self._trim_memory()
-        return {"tokens": len(prompt), "bytes": nbytes, **self._now()}
+        return {"tokens": len(prompt), "bytes": nbytes, **self._let_go()}
 
     def trim(self, body: Json) -> Json:
         """Let the coldest leave RAM, to the SSD where there is one, until it holds at most `to_size`."""
@@ -126,8 +124,7 @@ class Admin:
             raise RequestRefused('to_size is missing: give what RAM may hold, such as {"to_size": "1GB"}')
         self._generator.prompts.drop_live()
         self._cache.trim_to(to_size)
-        self._trim_memory()
-        return self._now()
+        return self._let_go()
 
     @contextmanager
     def _stores_ended(self) -> Iterator[None]:
@@ -140,16 +137,13 @@ class Admin:
             yield
 
     def _after(self, deleted: Deleted) -> Json:
-        """Let go of what the model's caches still hold of what was deleted, and return the answer."""
-        self._generator.prompts.drop_live()
-        self._trim_memory()
-        return {"images": deleted.images, "bytes": deleted.nbytes, "held": deleted.held, **self._now()}
+        return {"images": deleted.images, "bytes": deleted.nbytes, "held": deleted.held, **self._let_go()}
 
-    def _trim_memory(self) -> None:
+    def _let_go(self) -> Json:
+        """Let go of what the model's caches and MLX still hold of what was deleted. Return what the tiers hold now."""
+        self._generator.prompts.drop_live()
         empty_pool()
         trim_process_memory()
-
-    def _now(self) -> Json:
         stats = self._cache.stats()
         return {"ram_bytes": stats.ram_held, "ssd_bytes": stats.ssd.used if stats.ssd is not None else None}
 
@@ -243,10 +237,9 @@ class Admin:
         tokens = tokens_of(provider.tokenizer, prompt, provider.cli_args.chat_template_args)
         if not tokens:
             raise RequestRefused(f"{where}: no tokens that every request of this prompt has: give a longer one")
-        loaded = self._generator.model_provider.loaded
-        if loaded is not None:
+        if provider.loaded is not None:
             try:
-                room_for(len(tokens), loaded.context)
+                room_for(len(tokens), provider.loaded.context)
             except RequestRefused as error:
                 raise RequestRefused(f"{where}: {error}") from None
         return WarmSequence(tokens, salt)
@@ -256,13 +249,14 @@ class Admin:
         cache_salt, authorization = (_text(body, name) for name in TENANT)
         if cache_salt is None and authorization is None:
             return None
+        salts = replace(self._salts, required=False)
         if authorization is None:
-            return replace(self._salts, required=False).of([], cache_salt or "")
+            return salts.of([], cache_salt or "")
         if not self._salts.from_authorization:
             raise RequestRefused(
                 "authorization: this server makes no salts of API keys (--salt-from authorization); give cache_salt"
             )
-        salt = replace(self._salts, required=False).of([authorization], cache_salt or "")
+        salt = salts.of([authorization], cache_salt or "")
         if salt == (cache_salt or "").encode():
             raise RequestRefused(
                 'authorization: no API key in it; give "Bearer KEY", as the tenant\'s requests have it'

@@ -21,7 +21,7 @@ from prometheus_client.registry import Collector
 
 from prefixcache.metrics import prometheus
 from prefixcache.servers import request_log
-from prefixcache.servers.apis import Api
+from prefixcache.servers.apis import Api, error_type
 from prefixcache.servers.apis.messages import Messages, TokenCount
 from prefixcache.servers.apis.responses import Responses
 from prefixcache.servers.cold_requests import ColdRequests
@@ -338,8 +338,7 @@ class Handler(BaseHTTPRequestHandler):
 
 def _told(status: int, error: str) -> str:
     """Return an error as the openai client shows it."""
-    kind = "server_error" if status >= 500 else "authentication_error" if status == 401 else "invalid_request_error"
-    return json.dumps({"error": {"message": error, "type": kind, "code": status}})
+    return json.dumps({"error": {"message": error, "type": error_type(status), "code": status}})
 
 
 def _parsed(body: bytes) -> Any:
@@ -369,7 +368,7 @@ class HttpServer(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 128  # connections that wait to be accepted; the default is 5
 
-    def __init__(self, host: str, port: int, allowed_hosts: Sequence[str] = (), origins: Sequence[str] = ()):
+    def __init__(self, host: str, port: int, allowed_hosts: Sequence[str], origins: Sequence[str]):
         self.replying: set[Handler] = set()
         self.connections = Connections()
         try:
