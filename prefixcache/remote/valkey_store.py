@@ -65,7 +65,7 @@ class ValkeyStore:
     names_at_once = 1 << 16
 
     def __init__(
-        self, label: str, address: ValkeyAddress, *, timeout: float, connect_timeout: float, ca_file: Path | None = None
+        self, label: str, address: ValkeyAddress, *, timeout: float, connect_timeout: float, ca_file: Path | None
     ):
         """`ca_file`: whom to trust beside the system's authorities."""
         self.label = label

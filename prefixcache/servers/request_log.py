@@ -41,7 +41,7 @@ class RequestLog:
         self._waits_since: float | None = None
         self._begun = self._first = self._last = 0.0
 
-    def wait_for_ssd(self, remote: bool = False) -> None:
+    def wait_for_ssd(self, remote: bool) -> None:
         """Hear that the request is deferred until the SSD, and with `remote` the remote tier, have answered."""
         self._waits_since, self.asks_remote = time.monotonic(), remote
 

@@ -169,7 +169,7 @@ def _are_objects(value: Any) -> bool:
 
 
 def sequences_of(
-    tokenizer: Any, prompts: Iterable[WarmPrompt], chat_template_args: dict[str, Any] | None = None
+    tokenizer: Any, prompts: Iterable[WarmPrompt], chat_template_args: dict[str, Any] | None
 ) -> list[WarmSequence]:
     """Return what to store of each prompt. BadPrompt for one that the tokenizer or its chat template refuses."""
     return [WarmSequence(tokens_of(tokenizer, prompt, chat_template_args), prompt.salt) for prompt in prompts]
@@ -202,9 +202,7 @@ def tokens_of(tokenizer: Any, prompt: WarmPrompt, chat_template_args: dict[str, 
         return _without_thought_tail(tokenizer, _render(tokenizer, prompt, chat_template_args))
 
 
-def next_requests(
-    tokenizer: Any, prompt: WarmPrompt, chat_template_args: dict[str, Any] | None = None
-) -> Iterator[list[int]]:
+def next_requests(tokenizer: Any, prompt: WarmPrompt, chat_template_args: dict[str, Any] | None) -> Iterator[list[int]]:
     """Give the tokens of requests that go on from a prompt's messages, each time with another message of the user, or of the
     tool that the last one calls. What all of them begin with is there whatever the next message says. BadPrompt as above.
     """

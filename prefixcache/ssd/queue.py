@@ -63,7 +63,6 @@ class QueuedBatch:
 class QueueCounters(NamedTuple):
     queued_bytes: int
     queued_files: int
-    queued_deletes: int
     dropped: int
     errors: int
     last_error: str
@@ -256,9 +255,7 @@ class Queue:
 
     def counters(self) -> QueueCounters:
         with self._lock:
-            return QueueCounters(
-                self._queued, len(self._waiting), len(self._removals), self._dropped, self._errors, self._last_error
-            )
+            return QueueCounters(self._queued, len(self._waiting), self._dropped, self._errors, self._last_error)
 
     # The writer's side
 

@@ -212,7 +212,7 @@ class Verdict(Enum):
 class Claims:
     """By root key, the statement that is believed: a proven one, else the first that was heard. Not thread-safe."""
 
-    def __init__(self, known: Iterable[NamespaceRow] = ()):
+    def __init__(self, known: Iterable[NamespaceRow]):
         self._known = {space.root: space for space in known}
 
     def hear(self, space: NamespaceRow) -> Verdict:

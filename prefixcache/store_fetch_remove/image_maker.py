@@ -102,8 +102,8 @@ class LiveMaker:
         leaves: list[Leaf],
         limit: int,
         *,
-        with_snapshot: bool = False,
-        since: int | None = None,
+        with_snapshot: bool,
+        since: int | None,
     ):
         """`limit`: the tokens to store. With `since`, rows of whole blocks become what a fetch would give of them, from the
         block of this token on, and so does recurrent state. CacheError for codes of another codec.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator
 
@@ -60,11 +59,7 @@ def remove_following(storage: Storage, prompt: Prompt) -> int:
 def _beginning_with(parent: Node, tokens: bytes) -> Iterator[Slot]:
     """Return the slots below a block whose tokens go on with these, what depends on others first."""
     yield from (slot for suffix, slot in parent.snapshots.items() if suffix.startswith(tokens))
-    stack: list[tuple[Node, bool]] = []
-    for child in parent.children[bisect_left(parent.child_tokens, tokens) :]:
-        if not child.tokens.startswith(tokens):
-            break
-        stack.append((child, False))
+    stack = [(child, False) for child in parent.children_beginning(tokens)]
     while stack:
         node, is_below_done = stack.pop()
         if is_below_done:

@@ -328,7 +328,7 @@ def note_use(slots: Iterable[Slot], session: str) -> None:
             slot.session = ""
 
 
-def count_hit(storage: Storage, prompt: Prompt, depth: int, hot: int = 0) -> None:
+def count_hit(storage: Storage, prompt: Prompt, depth: int, hot: int) -> None:
     """Count a fetch that used the first `depth` tokens of a prompt, 0 on a miss, and make their images the most recent. The
     first `hot` of the tokens came from a hot prompt, so RAM need not have their images.
     """

@@ -31,7 +31,7 @@ def number(value: float | None, error: float | None = None) -> str:
     return f"{round(value, digits) + 0.0:,.{digits}f} ± {error:,.{digits}f}"  # + 0.0: no "-0.0"
 
 
-def signed(value: float | None, error: float | None = None) -> str:
+def signed(value: float | None, error: float | None) -> str:
     return f"{'+' if value is not None and value > 0 else ''}{number(value, error)}"
 
 

@@ -34,7 +34,7 @@ LOCAL_NAME = re.compile(r"(localhost|127\.[0-9.]+|\[::1\])(:[0-9]{1,5})?")
 class AdminPath:
     """What a server's HTTP handler calls for the paths that begin with `PATH`. `key`: b"" for none."""
 
-    def __init__(self, admin: Admin, key: bytes = b""):
+    def __init__(self, admin: Admin, key: bytes):
         self._admin, self._key = admin, key
 
     def answer(self, handler: BaseHTTPRequestHandler, read_body: Callable[[int], bytes]) -> None:

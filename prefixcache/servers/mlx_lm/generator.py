@@ -243,7 +243,7 @@ class Generator:
 
     # -- requests before their turn -----------------------------------------------------------------------------------
 
-    def next_request(self, timeout: float | None = None) -> Any:
+    def next_request(self, timeout: float | None) -> Any:
         """Return the next request that can begin. None when there is none, also when one came that must wait.
 
         `timeout`: seconds to wait for one; None: a batch goes on, and the loop does not wait.

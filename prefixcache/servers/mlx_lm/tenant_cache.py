@@ -85,8 +85,8 @@ class TenantPromptCache(TieredPromptCache):
         self,
         cache: PrefixCache,
         on_stored: Callable[[Prompt, int, bool], None],
-        name_suffix: str = "",
-        exact_prefill: bool = False,
+        name_suffix: str,
+        exact_prefill: bool,
     ):
         """`on_stored` gets the tokens, how many of them are kept, and whether recurrent state is. `name_suffix`: of models'
         names, for a server whose rows are others than the model's. `exact_prefill`: rows stay as they are computed until they
