@@ -38,7 +38,6 @@ PORT: int = cli.DEFAULT_SERVER_PORT
 REFUSED = "prefixcache.refused"  # under this name a request's scope has the status of a refusal
 SERVED = "_prefixcache_served"  # under this name a request's inputs, and later its sequence, have its ServedPrompt
 FEATURES, THEIR_PLACES = "deepstack_visual_embeds", "visual_pos_masks"
-Embed = Callable[[int], dict[str, Any]]
 
 
 # -- a prompt's prefill -----------------------------------------------------------------------------------------------
