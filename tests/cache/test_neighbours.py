@@ -50,16 +50,17 @@ WAYS = [
 ]
 
 
-# And each of these ways with each codec, and with each kind of layers.
-@pytest.mark.parametrize(
-    ("codec", "layers", "way"),
-    [
-        (codec, layers, WAYS[(i + j + k) % len(WAYS)])
-        for i, codec in enumerate(CODECS)
+def each_pair(codecs: list[str], values: list[Any], step: int) -> list[tuple[str, str, Any]]:
+    """Each codec with each kind of layers, by every `step`-th of the values: each value with each codec, and each layers."""
+    return [
+        (codec, layers, values[(i + j + k) % len(values)])
+        for i, codec in enumerate(codecs)
         for j, layers in enumerate(sorted(states.LAYERS))
-        for k in (0, 3)
-    ],
-)
+        for k in range(0, len(values), step)
+    ]
+
+
+@pytest.mark.parametrize(("codec", "layers", "way"), each_pair(CODECS, WAYS, 3))
 def test_a_neighbour_that_begins_alike_changes_no_bit(codec, layers, way, monkeypatch):
     shared, write_back, here = way
     monkeypatch.setattr("prefixcache.layers.encode.on_cpu", lambda: here)
@@ -81,10 +82,8 @@ def test_a_neighbour_that_begins_alike_changes_no_bit(codec, layers, way, monkey
     assert not any(any(differing(made, alone, len(tokens))) for made in found)
 
 
-@pytest.mark.parametrize("tail", [300, 490])
-@pytest.mark.parametrize("codec", CODED)
-@pytest.mark.parametrize("layers", sorted(states.LAYERS))
-def test_a_stored_tail_that_the_live_cache_has_forgotten_changes_no_bit(tail, layers, codec):
+@pytest.mark.parametrize(("codec", "layers", "tail"), each_pair(CODED, [300, 490], 2))
+def test_a_stored_tail_that_the_live_cache_has_forgotten_changes_no_bit(codec, layers, tail):
     """Its window's rows join those of the block that it grows to, and have the levels of these."""
     found = []
     for others in ([], [FIRST[:tail]]):
@@ -98,13 +97,12 @@ def test_a_stored_tail_that_the_live_cache_has_forgotten_changes_no_bit(tail, la
     assert not any(differing(found[1], states.held(found[0]), 600))
 
 
-@pytest.mark.parametrize("codec", [*CODED, "raw"])
-@pytest.mark.parametrize("layers", sorted(states.LAYERS))
-@pytest.mark.parametrize(("shared", "end"), [(20, 280), (234, 300), (250, 400), (256, 300)])
-def test_a_block_that_the_live_cache_has_half_forgotten_is_kept_beside_one_that_begins_alike(
-    shared, end, layers, codec
-):
+@pytest.mark.parametrize(
+    ("codec", "layers", "parts"), each_pair([*CODED, "raw"], [(20, 280), (234, 300), (250, 400), (256, 300)], 2)
+)
+def test_a_block_that_the_live_cache_has_half_forgotten_is_kept_beside_one_that_begins_alike(codec, layers, parts):
     """Stored at once: the windows have moved on into the block, and into the next one."""
+    shared, end = parts
     tokens, found = branch(FIRST, shared, end, 9), []
     for others in ([], [FIRST[:256]], [FIRST[:256], FIRST[:520]]):
         with opened(codec, layers) as cache:
@@ -118,10 +116,8 @@ def test_a_block_that_the_live_cache_has_half_forgotten_is_kept_beside_one_that_
         assert not any(any(differing(made, states.held(found[0]), end)) for made in found)
 
 
-@pytest.mark.parametrize("write_back", [True, False])
-@pytest.mark.parametrize("codec", CODED)
-@pytest.mark.parametrize("layers", sorted(states.LAYERS))
-def test_rows_that_a_hit_gave_keep_their_codes(layers, codec, write_back):
+@pytest.mark.parametrize(("codec", "layers", "write_back"), each_pair(CODED, [True, False], 2))
+def test_rows_that_a_hit_gave_keep_their_codes(codec, layers, write_back):
     """They are what the model went on from, and to code them again would be to code them twice."""
     with opened(codec, layers) as cache:
         states.stored_in_steps(cache, cache.prompt(FIRST, model="m"), states.LAYERS[layers](), 0, 256)
