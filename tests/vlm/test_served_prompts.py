@@ -27,6 +27,10 @@ TEXTS, PICTURES = st.sampled_from((TEXT, "One?", "Another?")), st.integers(0, 3)
 VIDEOS = st.builds(Video, st.integers(0, 1), st.sampled_from((2, 4)))
 SOUNDS = st.builds(Sound, st.integers(0, 1), st.sampled_from((0.3, 0.5)))
 
+EACH_KIND = pytest.mark.parametrize("plain", ["qwen3_vl", "qwen3_5", "gemma4"], indirect=True)  # of layers
+ANY_MODEL = pytest.mark.parametrize("plain", ["qwen3_vl"], indirect=True)
+CODED = pytest.mark.parametrize("generator", ["turboquant:4"], indirect=True)
+
 
 def questions_of(family: str) -> st.SearchStrategy[Question]:
     """Questions about pictures, videos and sounds: of several kinds where mlx-vlm takes them in one prompt."""
@@ -148,9 +152,12 @@ def test_answers_are_mlx_vlms_whatever_was_asked_before(plain):
     )
 
 
-@pytest.fixture(params=("raw", "turboquant:4"))
+@pytest.fixture
 def generator(plain, request):
-    with PrefixCache(ram="200MB", codec=request.param) as cache, generating(plain[0], cache) as generator:
+    with (
+        PrefixCache(ram="200MB", codec=getattr(request, "param", "raw")) as cache,
+        generating(plain[0], cache) as generator,
+    ):
         yield generator
         cache.check_integrity()
 
@@ -168,12 +175,14 @@ def until_a_block_is_whole(generator, question):
     return BLOCK - length(generator, question) % BLOCK + 8
 
 
+@EACH_KIND
 def test_another_question_about_the_same_picture_hits_all_of_it(generator):
     one, another = Question((TEXT, 0, "One?")), Question((TEXT, 0, "Another?"))
     ask(generator, one)
     assert length(generator, Question((TEXT, 0))) - 8 <= ask(generator, another).hit < length(generator, another)
 
 
+@EACH_KIND
 def test_what_is_asked_about_a_picture_is_answered_as_on_an_empty_cache(plain):
     """With a lossy codec, too: the rows up to the picture's end stay as they were computed."""
     asked = [Question((TEXT, TEXT, 0, text)) for text in ("One?", "Another?", "And this?")]
@@ -188,6 +197,7 @@ def test_what_is_asked_about_a_picture_is_answered_as_on_an_empty_cache(plain):
         assert min(answer.hit for answer in warm[1:]) >= length(generator, Question((TEXT, TEXT, 0))) - 8
 
 
+@EACH_KIND
 def test_other_pictures_are_missed(generator):
     """What is hit ends where the pictures do not agree, though all of the tokens do."""
     first = ask(generator, Question((TEXT, TEXT, 0, 1, "One?")))
@@ -198,11 +208,10 @@ def test_other_pictures_are_missed(generator):
     assert len({tuple(answer.tokens) for answer in (first, swapped, other)}) == 3
 
 
+@pytest.mark.parametrize("plain", ["qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma4"], indirect=True)  # gemma3 takes none
 def test_a_video_is_hit_as_deep_as_its_frames_are_the_same(plain):
     """By groups of frames, where the family's placeholders stand by them; qwen2_5_vl has one run for a video."""
     folder, right = plain
-    if folder.name == "gemma3":
-        pytest.skip("it takes no videos: the server makes pictures of their frames")
     of_group = 1 if folder.name == "gemma4" else 2  # frames
     videos = (Video(0, 2 * of_group), Video(0, 3 * of_group), Video(1, 2 * of_group))
     first, longer, other = (Question((TEXT, video, "What?")) for video in videos)
@@ -248,6 +257,8 @@ def test_a_placeholder_without_a_picture_is_said_once(caplog):
     assert [record.levelname for record in caplog.records if "media can't be told" in record.message] == ["WARNING"]
 
 
+@EACH_KIND
+@CODED
 def test_a_question_that_is_asked_again_has_the_same_answer(generator):
     asked = [Question((TEXT, 0, "One?")), Question((TEXT, TEXT, 0, 1, "Another?")), Question((1, 2, TEXT, "Say it."))]
     first = [ask(generator, question).tokens for question in asked]
@@ -255,6 +266,8 @@ def test_a_question_that_is_asked_again_has_the_same_answer(generator):
     assert [answer.tokens for answer in at_once(generator, asked)] == first
 
 
+@EACH_KIND
+@CODED
 def test_an_answer_goes_on_from_the_one_before(generator):
     """The next turn hits what tokens it has of the prompt and its answer, in which a block became whole meanwhile."""
     question = Question((TEXT, TEXT, 0, "One?"))
@@ -270,6 +283,8 @@ def test_an_answer_goes_on_from_the_one_before(generator):
     assert same < len(seen) or ask(generator, turn).hit == same
 
 
+@EACH_KIND
+@CODED
 def test_the_next_turn_may_leave_thoughts_out(generator, monkeypatch):
     """It parts from the prompt at its end, where the answer has made a block whole."""
     monkeypatch.setattr(generator.prompts, "_thinks", True)
@@ -279,6 +294,7 @@ def test_the_next_turn_may_leave_thoughts_out(generator, monkeypatch):
     assert ask(generator, turn).hit >= length(generator, question) - 1 - generator.prompts.is_recurrent
 
 
+@EACH_KIND
 def test_the_encoder_sees_no_picture_inside_a_hit(generator, monkeypatch):
     seen = []
     tower = type(generator.model.vision_tower)
@@ -297,6 +313,7 @@ def test_the_encoder_sees_no_picture_inside_a_hit(generator, monkeypatch):
     assert seen[1:] == seen[:1]
 
 
+@ANY_MODEL
 def test_a_hit_that_the_model_fails_on_is_deleted_and_its_prompt_computed(generator, monkeypatch):
     question = Question((TEXT, 0, "One?"))
     right = ask(generator, question)
@@ -312,9 +329,11 @@ def test_a_hit_that_the_model_fails_on_is_deleted_and_its_prompt_computed(genera
     monkeypatch.setattr(language_model, "__call__", fails_once)
     assert ask(generator, question).tokens == right.tokens
     assert failed
+    assert generator.prompts.cache.stats().counters.failed_hits == 1
     assert ask(generator, question).hit > 0
 
 
+@ANY_MODEL
 def test_of_a_model_that_takes_prompts_as_a_whole_nothing_is_kept(plain, monkeypatch, caplog):
     folder, right = plain
     question = Question((0, "One?"))
@@ -327,6 +346,7 @@ def test_of_a_model_that_takes_prompts_as_a_whole_nothing_is_kept(plain, monkeyp
     assert "takes prompts as a whole" in caplog.text
 
 
+@ANY_MODEL
 def test_tenants_hit_nothing_of_each_other(generator):
     question = Question((TEXT, 0, "One?"))
     assert ask(generator, question, tenant_id="a").hit == 0 == ask(generator, question, tenant_id="b").hit
