@@ -19,6 +19,8 @@ from tests.vlm.pictures import CHATS, SAID, SYSTEM, Chat, user
 
 CACHE = {"ram": "100MB", "ssd": "100MB", "disk": False}
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma4")
+EACH_KIND = pytest.mark.parametrize("loaded", ["qwen3_vl", "qwen3_5", "gemma4"], indirect=True)  # of layers
+ANY_MODEL = pytest.mark.parametrize("loaded", ["qwen3_vl"], indirect=True)
 
 
 class Said(NamedTuple):
@@ -163,6 +165,7 @@ PARTS = st.sampled_from([1, 2, "and ", "Which of them? ", "Say what you see, at 
 TURNS = st.lists(st.lists(PARTS, min_size=1, max_size=5), min_size=1, max_size=2)
 
 
+@EACH_KIND
 @settings(max_examples=6)
 @given(st.lists(TURNS, min_size=1, max_size=4))
 def test_any_chats_are_answered_as_without_a_cache(ours, plain, asked):
@@ -173,6 +176,7 @@ def test_any_chats_are_answered_as_without_a_cache(ours, plain, asked):
         generator.generator.prefix_cache.cache.check_integrity()
 
 
+@ANY_MODEL
 def test_a_cache_that_was_closed_fails_no_request(ours, plain):
     generator = ours()
     for chat in (CHATS["one picture"], CHATS["another question"], CHATS["no picture"]):
@@ -180,6 +184,7 @@ def test_a_cache_that_was_closed_fails_no_request(ours, plain):
         generator.generator.prefix_cache.cache.close()
 
 
+@EACH_KIND
 def test_with_a_lossy_codec_prompts_are_computed_on_what_is_stored_and_so_answered_as_on_an_empty_cache(ours):
     generator = ours({"prefill_step_size": 256}, codec="turboquant:4")
     system = SYSTEM | {"content": SYSTEM["content"] * 2}
@@ -196,6 +201,7 @@ def test_with_a_lossy_codec_prompts_are_computed_on_what_is_stored_and_so_answer
     assert all(of.hit > 200 and of.encoded == 0 for of in said.values())
 
 
+@ANY_MODEL
 def test_prompts_longer_than_the_bound_of_the_window_are_computed_whole(ours, wheel, loaded):
     options = {"max_kv_size": 128}
     generator, plain = ours(options), Generator(wheel, loaded, cached=False, **options)
@@ -204,6 +210,7 @@ def test_prompts_longer_than_the_bound_of_the_window_are_computed_whole(ours, wh
         assert (said.hit, said.tokens) == (0, plain(chat).tokens)
 
 
+@EACH_KIND
 def test_requests_of_one_batch_keep_their_pictures_and_positions(ours, plain):
     generator = ours()
     chats = [CHATS[name] for name in ("one picture", "swapped", "no picture", "a picture in the second turn")]
@@ -212,6 +219,7 @@ def test_requests_of_one_batch_keep_their_pictures_and_positions(ours, plain):
         assert answers(generator, chats) == expected
 
 
+@EACH_KIND
 def test_a_request_that_joins_after_a_hit_does_not_change_what_the_hit_is_answered(ours, plain):
     generator = ours()
     one, other = CHATS["one picture"], CHATS["a picture in the second turn"]
@@ -220,6 +228,7 @@ def test_a_request_that_joins_after_a_hit_does_not_change_what_the_hit_is_answer
     assert generator(one).tokens == plain(one)[0]
 
 
+@EACH_KIND
 def test_a_prompt_with_pictures_is_hit_by_its_next_turn_after_a_restart(ours, plain):
     chat = CHATS["two pictures"]
     generator = ours(disk=True)
@@ -231,6 +240,7 @@ def test_a_prompt_with_pictures_is_hit_by_its_next_turn_after_a_restart(ours, pl
     assert (after.hit, after.encoded) == (before.prompt, 0)
 
 
+@ANY_MODEL
 def test_a_prefill_that_is_aborted_leaves_what_is_right(ours, plain):
     generator, chat = ours(), CHATS["two pictures"]
     for first in (True, False):
@@ -244,6 +254,7 @@ def test_a_prefill_that_is_aborted_leaves_what_is_right(ours, plain):
     assert [generator(chat).tokens] == plain(chat)
 
 
+@ANY_MODEL
 def test_a_hit_that_cannot_be_computed_on_is_dropped(ours, plain, caplog, monkeypatch):
     generator, chat = ours(), CHATS["another question"]
     generator(CHATS["one picture"])
@@ -256,6 +267,7 @@ def test_a_hit_that_cannot_be_computed_on_is_dropped(ours, plain, caplog, monkey
     assert generator(chat).hit > said.prompt - 40
 
 
+@ANY_MODEL
 def test_pictures_that_cannot_be_named_are_computed_and_not_kept(ours, plain, caplog, monkeypatch):
     generator, chat = ours(), CHATS["one picture"]
     monkeypatch.setattr("prefixcache.servers.vllm_mlx.media_prefill.placeholders_of", lambda config: Placeholders({}))
@@ -264,6 +276,7 @@ def test_pictures_that_cannot_be_named_are_computed_and_not_kept(ours, plain, ca
     assert "a prompt with pictures is not kept: ValueError" in caplog.text
 
 
+@ANY_MODEL
 def test_a_model_whose_prompts_cannot_be_hit_is_served_without_a_prefix_cache(ours, plain, caplog, monkeypatch):
     chat = CHATS["one picture"]
     expected = plain(chat)
