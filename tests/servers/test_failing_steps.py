@@ -30,20 +30,16 @@ from tests.servers.test_requests import Asked, generating
 CACHE = {"ram": "100MB", "ssd": "100MB"}
 ALONE = pytest.mark.parametrize("seed", [None, 1], ids=["batch", "alone"])
 FORBIDDEN = "forbidden"
+HIT, OTHER = text(600, "hit"), text(40, "other")
+OTHERS, SEVERAL = [text(40, f"other {i}") for i in range(3)], [text(300, f"hit {i}") for i in range(3)]
 
 
 @pytest.fixture(scope="module")
-def plain(model: Path) -> Callable[[str], list[int]]:
-    """What answers a text without any cache of it."""
-    known: dict[str, list[int]] = {}
-
-    def answer(of: str) -> list[int]:
-        if of not in known:
-            with PrefixCache(ram="100MB", codec="raw") as cache, generating(cache, "--model", model) as generator:
-                known[of] = Asked(generator, user(of)).answered().tokens
-        return known[of]
-
-    return answer
+def plain(model: Path) -> dict[str, list[int]]:
+    """What answers each text without any cache of it."""
+    with PrefixCache(ram="100MB", codec="raw") as cache, generating(cache, "--model", model) as generator:
+        texts = (HIT, OTHER, *OTHERS, *SEVERAL)
+        return {of: Asked(generator, user(of), salt=of).answered().tokens for of in texts}
 
 
 @contextmanager
@@ -70,74 +66,70 @@ def store_another_form(generator: Generator, of: str) -> int:
 
 @ALONE
 def test_a_hit_that_the_model_fails_on_is_deleted_and_the_prompt_computed(model, opened, plain, seed, caplog):
-    of = text(600, "another form")
     with generating_raw(opened, model) as generator:
-        stored = store_another_form(generator, of)
+        stored = store_another_form(generator, HIT)
         cache = generator.prompts.cache
         assert cache.flush()
         assert cache.stats().images_on_ssd > 0
-        first = Asked(generator, user(of), seed=seed)
-        assert (first.cached, first.tokens) == (0, plain(of))
+        first = Asked(generator, user(HIT), seed=seed)
+        assert (first.cached, first.tokens) == (0, plain[HIT])
         assert cache.stats().counters.failed_hits == 1
         assert f"a hit of {stored} tokens is deleted, since the model fails on it: ValueError" in caplog.text
-        again = Asked(generator, user(of), seed=seed)
-        assert (again.computed, again.tokens) == (1, plain(of))
+        again = Asked(generator, user(HIT), seed=seed)
+        assert (again.computed, again.tokens) == (1, plain[HIT])
         assert cache.stats().counters.failed_hits == 1
         cache.check_integrity()
 
 
 def test_a_hit_that_is_deleted_stays_away_after_a_restart(model, opened, plain, tmp_path):
-    of, cache = text(600, "another form"), opened(codec="raw")
+    cache = opened(codec="raw")
     with generating(cache, "--model", model) as generator:
-        store_another_form(generator, of)
+        store_another_form(generator, HIT)
         cache.flush()
-        Asked(generator, user(of)).answered()
+        Asked(generator, user(HIT)).answered()
     cache.close()
     with PrefixCache(ssd_dir=tmp_path / "ssd", codec="raw", **CACHE) as cache:
         cache.rates = computing_is("forever")
         with generating(cache, "--model", model) as generator:
             generator.model_provider.form = None
-            again = Asked(generator, user(of))
-            assert (again.computed, again.tokens) == (1, plain(of))
+            again = Asked(generator, user(HIT))
+            assert (again.computed, again.tokens) == (1, plain[HIT])
         assert cache.stats().counters.failed_hits == 0
 
 
 def test_who_is_served_beside_a_failing_hit_notices_nothing(model, opened, plain):
-    of, others = text(600, "another form"), [text(40, f"other {i}") for i in range(3)]
+    texts = [OTHERS[0], HIT, *OTHERS[1:]]
     with generating_raw(opened, model, "--prefill-step-size", 64) as generator:
-        store_another_form(generator, of)
+        store_another_form(generator, HIT)
         long = Asked(generator, user(text(30, "long")), max_tokens=60)
         assert long.begun.wait(SECONDS)
-        asked = [Asked(generator, user(one)) for one in [others[0], of, *others[1:]]]
-        wanted = [plain(one) for one in [others[0], of, *others[1:]]]
-        assert [one.answered().tokens for one in asked] == wanted
+        asked = [Asked(generator, user(of)) for of in texts]
+        assert [one.answered().tokens for one in asked] == [plain[of] for of in texts]
         assert len(long.answered().tokens) == 60
         assert asked[1].cached < 100  # of what the others have stored meanwhile
         assert generator.prompts.cache.stats().counters.failed_hits >= 1
 
 
 def test_several_failing_hits_in_one_batch_are_all_computed(model, opened, plain):
-    several = [text(300, f"form {i}") for i in range(3)]
     with generating_raw(opened, model) as generator:
-        for of in several:
+        for of in SEVERAL:
             store_another_form(generator, of)
         busy = Asked(generator, user(text(1000, "busy")))
-        asked = [Asked(generator, user(of)) for of in several]
-        assert [one.answered().tokens for one in asked] == [plain(of) for of in several]
+        asked = [Asked(generator, user(of)) for of in SEVERAL]
+        assert [one.answered().tokens for one in asked] == [plain[of] for of in SEVERAL]
         assert len(busy.answered().tokens) == 6
 
 
 @ALONE
 def test_a_hit_is_kept_when_memory_runs_out_or_a_sampler_fails(model, opened, plain, seed, monkeypatch):
-    of = text(600, "kept")
     with generating_raw(opened, model) as generator:
-        Asked(generator, user(of)).answered()
+        Asked(generator, user(HIT)).answered()
 
         def no_room(self: Any, *args: Any, **options: Any) -> Any:
             raise RuntimeError("[malloc] Unable to allocate 12 bytes")
 
         monkeypatch.setattr(llama.Model, "__call__", no_room)
-        failed = Asked(generator, user(of), seed=seed)
+        failed = Asked(generator, user(HIT), seed=seed)
         failed.join(SECONDS)
         assert isinstance(failed.error, StepFailed)
         monkeypatch.undo()
@@ -146,12 +138,12 @@ def test_a_hit_is_kept_when_memory_runs_out_or_a_sampler_fails(model, opened, pl
             "_make_sampler",
             lambda *args: sample_utils.make_sampler(0.7, xtc_probability=0.5, xtc_threshold=0.9),
         )
-        failed = Asked(generator, user(of), seed=seed)
+        failed = Asked(generator, user(HIT), seed=seed)
         failed.join(SECONDS)
         assert isinstance(failed.error, StepFailed)
         monkeypatch.undo()
-        kept = Asked(generator, user(of), seed=seed)
-        assert (kept.computed, kept.tokens) == (1, plain(of))
+        kept = Asked(generator, user(HIT), seed=seed)
+        assert (kept.computed, kept.tokens) == (1, plain[HIT])
         assert generator.prompts.cache.stats().counters.failed_hits == 0
 
 
@@ -172,8 +164,6 @@ def forbid(monkeypatch: pytest.MonkeyPatch, generator: Generator, when: Callable
 def test_a_prompt_that_the_model_fails_on_ends_with_an_error_and_no_answer_under_way(
     model, opened, plain, seed, monkeypatch
 ):
-    other = text(40, "other")
-    wanted = plain(other)
     with generating_raw(opened, model) as generator:
         forbid(monkeypatch, generator, lambda length: length > 1)
         long = Asked(generator, user(text(30, "long")), max_tokens=60)
@@ -185,12 +175,11 @@ def test_a_prompt_that_the_model_fails_on_ends_with_an_error_and_no_answer_under
         assert "RuntimeError" in str(failed.error)
         assert "matmul" not in str(failed.error)
         assert len(long.answered().tokens) == 60
-        assert Asked(generator, user(other)).answered().tokens == wanted
+        assert Asked(generator, user(OTHER)).answered().tokens == plain[OTHER]
 
 
 def test_a_step_of_generation_that_fails_ends_its_batch_and_not_the_server(model, opened, plain, monkeypatch):
-    other = text(40, "other")
-    wanted, call, broken = plain(other), llama.Model.__call__, threading.Event()
+    call, broken = llama.Model.__call__, threading.Event()
 
     def called(self: Any, inputs: mx.array, *args: Any, **options: Any) -> Any:
         if inputs.shape[1] == 1 and broken.is_set():
@@ -207,13 +196,12 @@ def test_a_step_of_generation_that_fails_ends_its_batch_and_not_the_server(model
         for one in asked:
             one.join(SECONDS)
             assert isinstance(one.error, StepFailed)
-        assert Asked(generator, user(other)).answered().tokens == wanted
+        assert Asked(generator, user(OTHER)).answered().tokens == plain[OTHER]
 
 
 def test_what_fails_behind_a_step_leaves_nobody_waiting(model, opened, plain, monkeypatch):
     """One answer ends in a step whose other sequence can't be kept."""
-    other, keep = text(40, "other"), RequestBatches._keep
-    wanted = plain(other)
+    keep = RequestBatches._keep
 
     def failing(self: Any, batch: Any, uid: int, *others: Any) -> None:
         if batch is self._batches.generating and len(batch.uids) == 1 and 0 in self._ended_here:
@@ -236,15 +224,13 @@ def test_what_fails_behind_a_step_leaves_nobody_waiting(model, opened, plain, mo
         long.join(SECONDS)
         assert isinstance(long.error, StepFailed)
         monkeypatch.undo()
-        assert Asked(generator, user(other)).answered().tokens == wanted
+        assert Asked(generator, user(OTHER)).answered().tokens == plain[OTHER]
 
 
 @pytest.mark.parametrize("name", ["_make_state_machine", "_log_cache_stats", "_is_batchable"])
 def test_an_exception_anywhere_in_the_loop_ends_what_is_under_way_and_the_loop_goes_on(
     model, opened, plain, monkeypatch, name
 ):
-    other = text(40, "other")
-    wanted = plain(other)
     with generating_raw(opened, model) as generator:
         long = Asked(generator, user(text(30, "long")), max_tokens=2000)
         assert long.begun.wait(SECONDS)
@@ -255,12 +241,12 @@ def test_an_exception_anywhere_in_the_loop_ends_what_is_under_way_and_the_loop_g
             raise RuntimeError("no request expects this")
 
         monkeypatch.setattr(generator.loop, name, failing)
-        asked = Asked(generator, user(other))
+        asked = Asked(generator, user(OTHER))
         for one in (asked, long):
             one.join(SECONDS)
             assert isinstance(one.error, StepFailed)
-        again = [Asked(generator, user(other), seed=seed) for seed in (None, 1)]
-        assert [one.answered().tokens for one in again] == [wanted] * 2
+        again = [Asked(generator, user(OTHER), seed=seed) for seed in (None, 1)]
+        assert [one.answered().tokens for one in again] == [plain[OTHER]] * 2
 
 
 def test_a_loop_that_fails_without_a_request_ends(model, opened, monkeypatch):
@@ -296,8 +282,7 @@ def serve_failing(flags: list[str]) -> None:
     serve(flags)
 
 
-@pytest.mark.parametrize("more", [{}, {"seed": 3}], ids=["batch", "alone"])
-def test_over_http_it_is_an_error_500_in_openais_form(model, tmp_path, more):
+def test_over_http_it_is_an_error_500_in_openais_form(model, tmp_path):
     with starting(serve_failing, tmp_path / "log", "--model", model, "--ram", "50MB") as server:
         url = server.ready().url + "/v1/chat/completions"
 
@@ -305,18 +290,19 @@ def test_over_http_it_is_an_error_500_in_openais_form(model, tmp_path, more):
             body = {"messages": user(content), "max_tokens": 4, "temperature": 0, **fields}
             return requests.post(url, json=body, timeout=SECONDS)
 
-        for _ in range(2):
-            refused = post(f"{text(30)} {FORBIDDEN}", **more)
-            error = refused.json()["error"]
-            assert (refused.status_code, error["code"], error["type"]) == (500, 500, "server_error")
-            assert "could not be computed (RuntimeError)" in error["message"]
-        events = [
-            line.removeprefix("data: ")
-            for line in post(f"{text(30)} {FORBIDDEN}", stream=True, **more).text.splitlines()
-            if line.startswith("data: ")
-        ]
-        assert json.loads(events[-1])["error"]["code"] == 500
-        assert post("hello there", **more).status_code == 200
+        for more in ({}, {"seed": 3}):  # in a batch, or by itself
+            for _ in range(2):
+                refused = post(f"{text(30)} {FORBIDDEN}", **more)
+                error = refused.json()["error"]
+                assert (refused.status_code, error["code"], error["type"]) == (500, 500, "server_error")
+                assert "could not be computed (RuntimeError)" in error["message"]
+            events = [
+                line.removeprefix("data: ")
+                for line in post(f"{text(30)} {FORBIDDEN}", stream=True, **more).text.splitlines()
+                if line.startswith("data: ")
+            ]
+            assert json.loads(events[-1])["error"]["code"] == 500
+            assert post("hello there", **more).status_code == 200
         assert server.process.poll() is None
         assert server.end() == 0
         assert "[matmul] the shapes don't agree" in server.said()
