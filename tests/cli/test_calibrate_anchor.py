@@ -65,7 +65,8 @@ def usual(tiny: tuple[Subject, Statistics, Excerpts], tmp_path_factory: pytest.T
     return by_guess(tiny, tmp_path_factory.mktemp("usual"))
 
 
-def unanchored(tiny: tuple[Subject, Statistics, Excerpts]) -> bytes:
+@pytest.fixture(scope="module")
+def first_guess(tiny: tuple[Subject, Statistics, Excerpts]) -> bytes:
     subject, statistics, _ = tiny
     return design.design(statistics, subject.identity, "", SINKS)
 
@@ -93,34 +94,28 @@ def test_quality_4_has_the_kl_of_turboquant_4_on_text_held_back(tiny, usual, tmp
     assert measured.kl == remeasured(subject, unseen, usual, tmp_path)
 
 
-@pytest.mark.parametrize("factor", [0.5, 2.0])
-def test_a_wrong_first_guess_comes_out_with_the_same_step(tiny, usual, tmp_path, factor):
-    mine, theirs = Basis(by_guess(tiny, tmp_path, factor)), Basis(usual)
+def test_a_wrong_first_guess_comes_out_with_the_same_step(tiny, usual, tmp_path):
+    mine, theirs = Basis(by_guess(tiny, tmp_path, 0.5)), Basis(usual)
     assert mine.measured.anchor == MATCHED
     for one, other in zip(mine.groups, theirs.groups, strict=True):
         assert one.spreads[:8] == pytest.approx(other.spreads[:8], rel=0.1)
 
 
 @pytest.mark.parametrize("factor", [1 / 64, 64])
-def test_a_guess_that_is_far_off_is_brought_nearer_or_kept(tiny, tmp_path, factor):
-    mine, guess = Basis(by_guess(tiny, tmp_path, factor)), Basis(unanchored(tiny))
+def test_a_guess_that_is_far_off_is_brought_nearer_or_kept(tiny, first_guess, tmp_path, factor):
+    mine, guess = Basis(by_guess(tiny, tmp_path, factor)), Basis(first_guess)
     assert mine.measured.anchor in (NEAREST, GUESSED)
     moved = np.log2(factor * mine.groups[0].spreads[0] / guess.groups[0].spreads[0])
     assert moved == pytest.approx(2 * np.sign(factor - 1) if mine.measured.anchor == NEAREST else 0, abs=1e-4)
 
 
-def test_the_same_gives_the_same_bits_and_leaves_nothing_behind(tiny, usual, tmp_path):
-    assert by_guess(tiny, tmp_path) == usual
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_progress_counts_windows_of_each_pass_and_what_was_left_goes(tiny, tmp_path):
+def test_the_same_gives_the_same_bits_tells_its_progress_by_windows_and_leaves_nothing_behind(tiny, usual, tmp_path):
     subject, statistics, unseen = tiny
     calls: list[tuple[int, int]] = []
     made = design.Design(statistics, subject.identity, "", SINKS)
     (tmp_path / "tried").mkdir()
     (tmp_path / "tried" / "left").write_text("by one that was killed")
-    anchored(made, subject, unseen, tmp_path / "tried", lambda *call: calls.append(call))
+    assert anchored(made, subject, unseen, tmp_path / "tried", lambda *call: calls.append(call)) == usual
     assert calls[:4] == [(0, 4), (1, 4), (2, 4), (3, 4)]
     assert calls[4:] in ([], [(4, 6), (5, 6)])  # moved once more
     assert list(tmp_path.iterdir()) == []
@@ -129,34 +124,36 @@ def test_progress_counts_windows_of_each_pass_and_what_was_left_goes(tiny, tmp_p
 # -- what can't be measured -----------------------------------------------------------------------------------------------
 
 
-def test_windows_that_hold_no_block_and_some_tokens_leave_the_first_guess(tiny, tmp_path):
+def test_windows_that_hold_no_block_and_some_tokens_leave_the_first_guess(tiny, first_guess, tmp_path):
     subject, _, unseen = tiny
     short = texts_of([[*unseen.windows[0].prompt, 1]], unseen.first)
     assert short.windows == []
-    assert by_guess((subject, tiny[1], short), tmp_path) == unanchored(tiny)
-    assert Basis(unanchored(tiny)).measured is None
+    assert by_guess((subject, tiny[1], short), tmp_path) == first_guess
+    assert Basis(first_guess).measured is None
 
 
-def test_answers_that_hardly_depend_on_stored_rows_leave_the_first_guess(tiny, tmp_path, monkeypatch):
+def test_answers_that_hardly_depend_on_stored_rows_leave_the_first_guess(tiny, first_guess, tmp_path, monkeypatch):
     monkeypatch.setattr(anchor, "LEAST_KL", 1.0)
     basis = Basis(by_guess(tiny, tmp_path))
     assert basis.measured.anchor == GUESSED
     assert 0 < basis.measured.kl < 1.0
-    for one, other in zip(basis.groups, Basis(unanchored(tiny)).groups, strict=True):
+    for one, other in zip(basis.groups, Basis(first_guess).groups, strict=True):
         assert np.array_equal(one.spreads, other.spreads)
 
 
-def test_kl_that_is_not_finite_leaves_the_first_guess(tiny, tmp_path, monkeypatch):
+def test_kl_that_is_not_finite_leaves_the_first_guess(tiny, first_guess, tmp_path, monkeypatch):
     monkeypatch.setattr(anchor._Measure, "__call__", lambda self, designed, codecs: dict.fromkeys(codecs, float("nan")))
-    assert by_guess(tiny, tmp_path) == unanchored(tiny)
+    assert by_guess(tiny, tmp_path) == first_guess
 
 
-def test_a_cache_that_can_not_be_restored_leaves_the_first_guess_with_the_reason(tiny, tmp_path, monkeypatch, caplog):
+def test_a_cache_that_can_not_be_restored_leaves_the_first_guess_with_the_reason(
+    tiny, first_guess, tmp_path, monkeypatch, caplog
+):
     def refuse(*args: Any) -> None:
         raise NotRestored("this model's prompt cache can't be stored")
 
     monkeypatch.setattr(anchor, "read_on", refuse)
-    assert by_guess(tiny, tmp_path) == unanchored(tiny)
+    assert by_guess(tiny, tmp_path) == first_guess
     assert "quality 4 is not compared with turboquant:4: this model's prompt cache can't be stored" in caplog.text
     assert list(tmp_path.iterdir()) == []
 
