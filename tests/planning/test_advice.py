@@ -93,22 +93,20 @@ def test_years_last_as_the_rated_bytes_do(written, seconds, tbw):
 # -- money ------------------------------------------------------------------------------------------------------------
 
 
-def test_the_knee_of_a_curve_done_by_hand():
-    costs, values = [1, 2, 4, 8, 16, 32], [30, 45, 60, 75, 85, 90]
-    # value/90 - cost/64: .32, .47, .60, .71, .69, .50
-    assert advice.knee(costs, values) == 3
-
-
-def test_the_last_size_is_advised_where_it_brings_most_of_what_can_be_had():
-    assert advice.knee([16, 64], [28, 100]) == 1
-
-
-def test_a_straight_line_is_gone_to_its_end():
-    assert advice.knee([1, 2, 4], [1, 2, 4]) == 2
-
-
-def test_a_last_size_that_hardly_brings_more_is_not_bought():
-    assert advice.knee([16, 64], [97, 100]) == 0
+@pytest.mark.parametrize(
+    ("costs", "values", "advised"),
+    [
+        ([1, 2, 4, 8, 16, 32], [30, 45, 60, 75, 85, 90], 3),  # value/90 - cost/64: .32, .47, .60, .71, .69, .50
+        ([16, 64], [28, 100], 1),
+        ([16, 64], [97, 100], 0),
+        ([1, 2, 4], [1, 2, 4], 2),
+        ([0, 0, 0], [1, 3, 2], 1),
+        ([1, 2], [0, 0], None),
+        ([], [], None),
+    ],
+)
+def test_the_size_at_the_knee_is_advised(costs, values, advised):
+    assert advice.knee(costs, values) == advised
 
 
 def test_what_can_not_be_lived_with_is_advised_only_where_nothing_else_hits():
@@ -120,14 +118,11 @@ def test_what_can_not_be_lived_with_is_advised_only_where_nothing_else_hits():
 
 def test_where_nothing_comes_back_nothing_is_advised():
     assert advice.front([1, 2], [0, 0]) == []
-    assert advice.knee([1, 2], [0, 0]) is None
-    assert advice.knee([], []) is None
     assert advice.cheapest([1, 2], [0, 0], 0.5) is None
 
 
 def test_of_what_costs_nothing_the_best_is_advised():
     assert advice.front([0, 0, 0], [1, 3, 2]) == [1]
-    assert advice.knee([0, 0, 0], [1, 3, 2]) == 1
 
 
 @given(points, prices)
