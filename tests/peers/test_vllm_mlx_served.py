@@ -27,12 +27,8 @@ from tests.vlm.pictures import CHATS, SAID, Chat, user
 class VllmMlx(Server):
     """A process that serves a model, and what it logs."""
 
+    ADDRESS = r"running on (http://\S+)"
     model = ""
-
-    def _address(self) -> str:
-        assert self.process.poll() is None, f"the server ended with {self.process.returncode}:\n{self.said()}"
-        address = re.search(r"running on (http://\S+)", self.said())
-        return address[1] if address else ""
 
     def ask(self, chat: Chat, n: int = 12, **more: Any) -> requests.Response:
         body = {"model": self.model, "messages": chat, "max_tokens": n, "temperature": 0, **more}

@@ -158,6 +158,8 @@ class Endpoint:
 class Server(Endpoint):
     """A process that serves, or will, and what it logs."""
 
+    ADDRESS = r"serving at (http://\S+)"  # as it logs where it serves
+
     def __init__(self, main: Main, arguments: Sequence[Any], log: Path, *, anew: bool = False):
         self.log = log
         log.write_bytes(b"")
@@ -170,7 +172,7 @@ class Server(Endpoint):
 
     def _address(self) -> str:
         assert self.process.poll() is None, f"the server ended with {self.process.returncode}:\n{self.said()}"
-        address = re.search(r"serving at (http://\S+)", self.said())
+        address = re.search(self.ADDRESS, self.said())
         return address[1] if address else ""
 
     def said(self) -> str:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import base64
 import io
 import json
-import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -45,15 +44,12 @@ def serve_plain(flags: list[str]) -> None:
 
 
 class PictureServer(Server):
+    ADDRESS = r"running on (http://\S+)"
+
     def __init__(self, main, model: Path, log: Path, *flags: object):
         super().__init__(main, ["--model", model, "--port", 0, *flags], log)
         self.model = str(model)
         self.ready()
-
-    def _address(self) -> str:
-        assert self.process.poll() is None, f"the server ended with {self.process.returncode}:\n{self.said()}"
-        address = re.search(r"running on (http://\S+)", self.said())
-        return address[1] if address else ""
 
     def post(self, path: str, body: dict, **options) -> requests.Response:
         body = {"model": self.model, "temperature": 0, **body}
