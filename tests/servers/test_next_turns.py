@@ -146,6 +146,7 @@ SAID = (  # answers stand in a history in other words than when they are made
     "+ (m.content or '') + '<|end|>\n' }}{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
 KINDS = ("llama", "qwen3_next", "llama-sliding")
+ANY_KIND = pytest.mark.parametrize("chats", KINDS[:1], indirect=True)
 ANSWER = 40  # tokens
 KEPT = Keeping()
 
@@ -324,6 +325,7 @@ def test_a_request_that_comes_waits_for_one_chunk(chats, monkeypatch):
     assert chats.turns.tokens()["computed"] == chunks[-1] - chunks[0]
 
 
+@ANY_KIND
 @pytest.mark.parametrize("plugged", [True, False, None])
 def test_on_its_battery_a_machine_computes_nothing_ahead(chats, monkeypatch, plugged):
     chats.begin()
@@ -334,6 +336,7 @@ def test_on_its_battery_a_machine_computes_nothing_ahead(chats, monkeypatch, plu
     assert (chats.turns.tokens()["computed"] > 0) == (plugged is not False)
 
 
+@ANY_KIND
 def test_only_the_last_turn_of_a_chat_waits_and_few_of_all_chats(chats):
     chats.begin()
     with chats.generator.idle.paused():
@@ -363,6 +366,9 @@ def thinking(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return save_parrot(tmp_path_factory.mktemp("thinking") / "model", SAYS, family=request.param, template=DROPPING)
 
 
+ONE_FAMILY = pytest.mark.parametrize("thinking", ["llama"], indirect=True)
+
+
 def computed(server: Server) -> float:
     return server.metrics()["prefixcache_next_turn_tokens_total{computed}"]
 
@@ -382,7 +388,15 @@ def test_a_next_turn_computes_its_own_tokens_only(warming, more):
     answer_and_go_on(warming, "".join(["first", *more]), **more)
 
 
-@pytest.mark.parametrize("flags", [["--no-canonical"], ["--codec", "turboquant:4"]], ids=["not canonical", "coded"])
+@pytest.mark.parametrize(
+    ("thinking", "flags"),
+    [
+        ("llama", ["--no-canonical"]),
+        ("llama", ["--codec", "turboquant:4"]),
+        ("qwen3_next", ["--codec", "turboquant:4"]),
+    ],
+    indirect=["thinking"],
+)
 def test_a_next_turn_does_so_with_other_flags(thinking, tmp_path, flags):
     with serving(tmp_path / "log", "--model", thinking, *FLAGS, *flags) as server:
         answer_and_go_on(server, "first")
@@ -417,6 +431,7 @@ def test_other_apis_next_turns_do_so_too(warming):
     assert second["usage"]["cache_creation_input_tokens"] + second["usage"]["input_tokens"] < 20
 
 
+@ONE_FAMILY
 def test_nothing_is_computed_where_all_is_stored_or_nothing_is_to_be(thinking, tmp_path):
     """Chats are looked at in the order of their answers: the last one shows that the others had their time."""
     keeps = save_parrot(tmp_path / "keeps", SAYS[4:], template=DROPPING)
