@@ -8,6 +8,7 @@ from pathlib import Path
 from threading import Event, Semaphore
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -281,6 +282,26 @@ def test_an_answer_goes_on_from_the_one_before(generator):
     pictures_end = max(i for i, token in enumerate(seen) if token == min(generator.prompts.placeholders.kinds)) + 1
     assert pictures_end <= ask(generator, turn).hit <= same
     assert same < len(seen) or ask(generator, turn).hit == same
+
+
+@ANY_MODEL
+def test_an_answer_is_generated_on_what_is_stored_of_it(plain):
+    """The rows behind a block that became whole meanwhile are those that its codes give, and so the prompt's next turn."""
+    question, generated = Question((TEXT, TEXT, "One?")), {"logit_bias": dict.fromkeys(folders.IDS.values(), -1e9)}
+    with PrefixCache(ram="200MB", codec="turboquant:2") as cache, generating(plain[0], cache) as generator:
+        answer = ask(generator, question, most=until_a_block_is_whole(generator, question), **generated)
+        prompt = generator.prompts.served(dict(inputs(generator, question)), b"").prompt
+        assert prompt is not None
+        seen = prompt.continued(answer.tokens)
+        whole = len(seen) // BLOCK * BLOCK
+        kept, rest = cache.fetch(seen)
+        computed, _ = cache.fetch(seen.first(whole), leave=0)
+        tail = np.frombuffer(seen.token_bytes, np.int64)[whole : len(seen) - len(rest)]
+        generator.model.language_model(mx.array(tail[None]), cache=computed)
+        for mine, theirs in zip(kept, computed, strict=True):
+            assert mine.offset == theirs.offset > whole
+            rows, right = (layer.keys[..., whole : layer.offset, :].astype(mx.float32) for layer in (mine, theirs))
+            assert mx.abs(rows - right).max() < 0.02 * mx.abs(right).max()
 
 
 @EACH_KIND
