@@ -8,7 +8,7 @@ import os
 import shutil
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -410,8 +410,10 @@ def test_a_disk_that_was_unmounted_is_waited_for_and_nothing_is_written_under_it
 
 
 @contextmanager
-def unplugged(disk: Path, aside: Path) -> Iterator[None]:
-    """The disk is away within the block, and back after it with all that it had, under another number."""
+def unplugged(disk: Path, aside: Path, meet: Callable[[Path], object] = lambda fresh: None) -> Iterator[None]:
+    """The disk is away within the block, and back after it with all that it had, under another number. `meet` is given it
+    before anybody else sees it.
+    """
     shutil.copytree(disk, aside, copy_function=shutil.copy2)
     before = disk.stat().st_dev
     subprocess.run(["umount", "--lazy", disk], check=True)
@@ -422,6 +424,7 @@ def unplugged(disk: Path, aside: Path) -> Iterator[None]:
         fresh.mkdir()
         mount("-t", "tmpfs", "none", fresh)
         shutil.copytree(aside, fresh, copy_function=shutil.copy2, dirs_exist_ok=True)
+        meet(fresh)
         mount("--bind", fresh, disk)
         subprocess.run(["umount", "--lazy", fresh], check=True)
     assert disk.stat().st_dev != before
@@ -462,10 +465,11 @@ def test_a_disk_that_comes_back_and_is_used_by_another_process_is_left_to_it(ope
     cache = opened(ssd_dir=disk / "ssd")
     put_prompts(cache, 1)
     assert cache.flush()
-    with unplugged(disk, tmp_path / "aside"):
+    others: list[Lock] = []
+    with unplugged(disk, tmp_path / "aside", lambda fresh: others.append(Lock(Directory(fresh / "ssd")))):
         put_prompts(cache, 2)
         assert not cache.flush(2)
-    other = Lock(Directory(disk / "ssd"))
+    (other,) = others
     put_prompts(cache, 3)
     assert not cache.flush(2)
     until(lambda: "in use by" in cache.stats().ssd.last_error)
