@@ -67,21 +67,21 @@ def _install(python: Path, *arguments: str) -> None:
 
 
 def use(made: Distributions, folder: Path) -> None:
-    """Install the wheel as README says, in an empty environment away from the checkout, and take the tour; then again with
-    the sdist in its place.
+    """Install the wheel as README says, in an empty environment away from the checkout, and take the tour; then a brief one
+    with the sdist in its place, whose files are the same.
     """
     extra = "" if sys.platform == "darwin" else "[cpu]"
     python = environment(folder, f"prefixcache{extra} @ {made.wheel.as_uri()}")
     _tour(python, made.wheel, folder)
     _install(python, "--force-reinstall", "--no-deps", str(made.sdist))
-    _tour(python, made.sdist, folder)
+    _tour(python, made.sdist, folder, "--brief")
 
 
-def _tour(python: Path, distribution: Path, folder: Path) -> None:
+def _tour(python: Path, distribution: Path, folder: Path, *flags: str) -> None:
     copy = folder / "tour.py"
     copy.write_text(TOUR.read_text())
     print(f"{distribution.name}, installed in an empty environment:", flush=True)
     clean = {
         name: value for name, value in os.environ.items() if not name.startswith("PYTHON")
     }  # PYTHONPATH and its kin
-    subprocess.run([python, copy], cwd=folder, env=clean, check=True)
+    subprocess.run([python, copy, *flags], cwd=folder, env=clean, check=True)

@@ -1,7 +1,7 @@
 """What a new user does with an installed prefixcache: it is run by an empty environment's Python, from an empty folder.
 
-It needs the standard library and what `pip install prefixcache` brought. Ends with 1, and the output of the command that
-failed, where something doesn't work.
+It needs the standard library and what `pip install prefixcache` brought. With `--brief` it asks whether all of it is there,
+its kernels, too, and serves. Ends with 1, and the output of the command that failed, where something doesn't work.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from pathlib import Path
 
 # What an extra, or a server, brings.
 EXTRAS = {"cryptography", "fastapi", "mlx_vlm", "obstore", "valkey", "vllm_mlx"}
+C_KERNELS = ("turboquant.c_rows", "transform.c_entropy")
 SECONDS = 1200.0  # that one command, or the start of a server, may take on a machine that is busy with tests
 BIN = Path(sys.executable).parent
 ENVIRONMENT = {**os.environ, "HF_HUB_OFFLINE": "1", "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
@@ -34,17 +35,23 @@ def main() -> None:
     assert Path(prefixcache.__file__).is_relative_to(sys.prefix), f"{prefixcache.__file__} is not this environment's"
     everything_is_there()
     model = str(Path(prefixcache.__file__).parent / "cli" / "demo" / "tiny-llama")
+    serve = ("prefixcache", "serve", "--model", model, "--port", "0", "--ram", "100MB")
+    run("prefixcache", "--version")
+    answered(*serve)
+    if "--brief" not in sys.argv:
+        use(model, serve)
+    print("everything works")
+
+
+def use(model: str, serve: tuple[str, ...]) -> None:
+    """Run the commands of README, small, and a model on two ranks."""
     with tempfile.TemporaryDirectory() as folder:
         kept = str(Path(folder, "demo"))
-        run("prefixcache", "--version")
         run("prefixcache", "demo", "--conversations", "2", "--turns", "2", "--keep", kept)
         run("prefixcache", "inspect", str(Path(kept, "raw")))
         quick = ("--windows", "6", "--tokens", "256", "--draws", "4")
         run("prefixcache", "calibrate", model, *quick, "--basis-dir", str(Path(folder, "bases")))
-        serve = ("prefixcache", "serve", "--model", model, "--port", "0", "--ram", "100MB")
-        answered(*serve)
         answered("mlx.launch", "-n", "2", "--backend", "ring", "--", *serve)
-    print("everything works")
 
 
 def everything_is_there() -> None:
@@ -62,7 +69,9 @@ def everything_is_there() -> None:
         except ModuleNotFoundError as error:
             if (error.name or "").partition(".")[0] not in EXTRAS:
                 raise
-    print(f"{len(prefixcache.__all__)} public names, {len(names)} modules")
+    c_kernels = [importlib.import_module(f"prefixcache.codecs.{name}") for name in C_KERNELS]
+    assert all(kernels.available() for kernels in c_kernels), [kernels.describe() for kernels in c_kernels]
+    print(f"{len(prefixcache.__all__)} public names, {len(names)} modules, the C kernels")
 
 
 def run(*command: str) -> None:
