@@ -176,7 +176,7 @@ def test_any_chats_are_answered_as_without_a_cache(ours, plain, asked):
         generator.generator.prefix_cache.cache.check_integrity()
 
 
-@ANY_MODEL
+@EACH_KIND
 def test_a_cache_that_was_closed_fails_no_request(ours, plain):
     generator = ours()
     for chat in (CHATS["one picture"], CHATS["another question"], CHATS["no picture"]):
@@ -240,7 +240,7 @@ def test_a_prompt_with_pictures_is_hit_by_its_next_turn_after_a_restart(ours, pl
     assert (after.hit, after.encoded) == (before.prompt, 0)
 
 
-@ANY_MODEL
+@EACH_KIND
 def test_a_prefill_that_is_aborted_leaves_what_is_right(ours, plain):
     generator, chat = ours(), CHATS["two pictures"]
     for first in (True, False):
@@ -276,7 +276,7 @@ def test_pictures_that_cannot_be_named_are_computed_and_not_kept(ours, plain, ca
     assert "a prompt with pictures is not kept: ValueError" in caplog.text
 
 
-@ANY_MODEL
+@EACH_KIND
 def test_a_model_whose_prompts_cannot_be_hit_is_served_without_a_prefix_cache(ours, plain, caplog, monkeypatch):
     chat = CHATS["one picture"]
     expected = plain(chat)

@@ -392,6 +392,7 @@ def test_a_next_turn_computes_its_own_tokens_only(warming, more):
     ("thinking", "flags"),
     [
         ("llama", ["--no-canonical"]),
+        ("qwen3_next", ["--no-canonical"]),
         ("llama", ["--codec", "turboquant:4"]),
         ("qwen3_next", ["--codec", "turboquant:4"]),
     ],

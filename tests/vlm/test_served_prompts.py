@@ -268,7 +268,7 @@ def test_a_question_that_is_asked_again_has_the_same_answer(generator):
 
 
 @EACH_KIND
-@CODED
+@pytest.mark.parametrize("generator", ["raw", "turboquant:4"], indirect=True)
 def test_an_answer_goes_on_from_the_one_before(generator):
     """The next turn hits what tokens it has of the prompt and its answer, in which a block became whole meanwhile."""
     question = Question((TEXT, TEXT, 0, "One?"))
@@ -354,7 +354,7 @@ def test_a_hit_that_the_model_fails_on_is_deleted_and_its_prompt_computed(genera
     assert ask(generator, question).hit > 0
 
 
-@ANY_MODEL
+@EACH_KIND
 def test_of_a_model_that_takes_prompts_as_a_whole_nothing_is_kept(plain, monkeypatch, caplog):
     folder, right = plain
     question = Question((0, "One?"))
@@ -367,7 +367,7 @@ def test_of_a_model_that_takes_prompts_as_a_whole_nothing_is_kept(plain, monkeyp
     assert "takes prompts as a whole" in caplog.text
 
 
-@ANY_MODEL
+@EACH_KIND
 def test_tenants_hit_nothing_of_each_other(generator):
     question = Question((TEXT, 0, "One?"))
     assert ask(generator, question, tenant_id="a").hit == 0 == ask(generator, question, tenant_id="b").hit
