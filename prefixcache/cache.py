@@ -44,6 +44,7 @@ from prefixcache.store_fetch_remove.fetch import FetchedPrompt, Fetches, decline
 from prefixcache.store_fetch_remove.hot import forget_deleted, keep_hot
 from prefixcache.store_fetch_remove.leases import Leased
 from prefixcache.store_fetch_remove.live_stores import LiveStores
+from prefixcache.store_fetch_remove.numbers import check_leave, number, seconds
 from prefixcache.store_fetch_remove.pins import Pinned
 from prefixcache.store_fetch_remove.pruning import (
     Deleted,
@@ -63,7 +64,6 @@ from prefixcache.tiers.prompt import Prompt, PromptTerms
 log = logging.getLogger("prefixcache")
 
 LONGEST = 1 << 24  # tokens that a fetch leaves room for
-YEAR = 365 * 86_400.0  # seconds
 
 NOTHING_STORED = Stored(0, 0, 0, False, ())
 
@@ -249,7 +249,7 @@ class PrefixCache:
         """Check the arguments of `store` and read the prompt cache. None where nothing has gone through it yet."""
         self._opened.check_open()
         if write_back_from is not None:
-            write_back_from = _number(write_back_from, "store: write_back_from", "tokens")
+            write_back_from = number(write_back_from, "store: write_back_from", "tokens")
         if not len(prompt):
             raise ValueError("tokens are empty: there is nothing to store")
         if self.ranks is not None:  # what the ranks compute together must not wait for one that fails to store it
@@ -276,7 +276,7 @@ class PrefixCache:
         """Tell how deep a `fetch` with these arguments can hit `tokens`. No I/O, and nothing changes; no MLX, but where ranks
         agree on it.
         """
-        _check_leave(leave)
+        check_leave(leave)
         prompt = self._prompt(tokens, model, salt)
 
         def depths(limits: list[int]) -> list[int]:
@@ -362,8 +362,8 @@ class PrefixCache:
         what RAM has still encoded.
         """
         prompt, durations = self._prompt(tokens, model, salt), self._storage.counters.durations
-        _check_leave(leave)
-        room = room if room is None else _number(room, "fetch: room", "tokens", LONGEST)
+        check_leave(leave)
+        room = room if room is None else number(room, "fetch: room", "tokens", LONGEST)
         read_ahead = None
         if promote:
             try:
@@ -407,7 +407,7 @@ class PrefixCache:
         """
         if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 <= seconds < math.inf:
             raise ValueError(f"learn_prefill: seconds={seconds!r}: give the time that it took, 0 or more")
-        self.rates.learn_prefill(as_model(model), _number(tokens, "learn_prefill", "tokens"), seconds)
+        self.rates.learn_prefill(as_model(model), number(tokens, "learn_prefill", "tokens"), seconds)
 
     def _bring(self, prompt: Prompt, leave: int, room: int | None) -> ReadAhead | None:
         """Promote, and wait for it. Return what could be decoded meanwhile."""
@@ -429,7 +429,7 @@ class PrefixCache:
 
         It holds its images while it lives, and what the cache evicts meanwhile is then the holder's memory.
         """
-        _check_leave(leave)
+        check_leave(leave)
         prompt = self._prompt(tokens, model, salt)
 
         def look_up(leave: int) -> tuple[StoredPrompt | None, int]:
@@ -487,7 +487,7 @@ class PrefixCache:
         missing there just now, or the engine doesn't answer.
         """
         self._opened.check_open()
-        _check_leave(leave)
+        check_leave(leave)
         if prefill_rate is not None and (not isinstance(prefill_rate, (int, float)) or not prefill_rate > 0):
             raise ValueError(f"prefill_rate={prefill_rate!r}: give tokens a second, more than 0")
         remote = self._opened.remote
@@ -496,7 +496,7 @@ class PrefixCache:
     def promote_local(self, prompt: Prompt, *, leave: int = 0) -> Future[int]:
         """Promote what the SSD has."""
         self._opened.check_open()
-        _check_leave(leave)
+        check_leave(leave)
         with self._storage.lock:
             deepest = prompt.deepest(self._storage.graph.last, leave)
             depth = deepest.depth if deepest is not None else 0
@@ -527,7 +527,7 @@ class PrefixCache:
     def unread(self, tokens: Tokens | Prompt, *, model: str | None = None, salt: bytes = b"", leave: int = 0) -> int:
         """Return the bytes that `promote` would read for these tokens now. No I/O, no MLX, nothing changes."""
         self._opened.check_open()
-        _check_leave(leave)
+        check_leave(leave)
         prompt, last = self._prompt(tokens, model, salt), self._storage.graph.last
         with self._storage.lock:
             deepest = prompt.deepest(last, leave)
@@ -568,7 +568,7 @@ class PrefixCache:
         outlast a restart, and once `flush` has returned a crash.
         """
         self._opened.check_open()
-        wanted = _seconds(ttl, "lease: ttl")
+        wanted = seconds(ttl, "lease: ttl")
         if wanted is None:
             raise ValueError("ttl=None: give the seconds to keep it for")
         return self._opened.leases.add(self._prompt(tokens, model, salt), wanted)
@@ -673,7 +673,7 @@ class PrefixCache:
         storage, selection = self._storage, Selection(model, namespace)
         roots = roots_meant(storage, selection, None if salt is None else as_salt(salt))
         if ssd_to is not None:
-            return prune_tier(storage, storage.lower[0], roots, used_before, _number(ssd_to, "prune: ssd_to", "bytes"))
+            return prune_tier(storage, storage.lower[0], roots, used_before, number(ssd_to, "prune: ssd_to", "bytes"))
         deleted = prune_namespaces(storage, roots, used_before)
         forget_deleted(storage)
         trim_process_memory()
@@ -684,8 +684,8 @@ class PrefixCache:
         more, when the SSD did not take what must leave within `wait` seconds (the setting `spill_wait`, if None).
         """
         self._opened.check_open()
-        wait = _seconds(wait, "trim_to: wait")
-        limit, before = _number(nbytes, "trim_to", "bytes"), self._storage.budget.held().total
+        wait = seconds(wait, "trim_to: wait")
+        limit, before = number(nbytes, "trim_to", "bytes"), self._storage.budget.held().total
         if before <= limit:
             return before
         held = self._storage.ram.trim(limit, self.settings.spill_wait if wait is None else wait)
@@ -702,7 +702,7 @@ class PrefixCache:
         Raises ValueError for what is no size, for 0, and for a tier that the cache was opened without.
         """
         self._opened.check_open()
-        wait = _seconds(wait, "resize: wait")
+        wait = seconds(wait, "resize: wait")
         sizes = {name: parse_size(value, name) for name, value in (("ram", ram), ("ssd", ssd)) if value is not None}
         for name, nbytes in sizes.items():
             if not nbytes:
@@ -724,7 +724,7 @@ class PrefixCache:
         A sequence is a stored prompt that no other stored prompt goes on from.
         """
         self._opened.check_open()
-        kept = self._storage.keep(_number(sequences, "keep", "sequences"))
+        kept = self._storage.keep(number(sequences, "keep", "sequences"))
         forget_deleted(self._storage)
         return kept
 
@@ -734,7 +734,7 @@ class PrefixCache:
         """
         self._opened.check_open()
         wait = self.settings.spill_wait if self.settings.spill == "wait" else 0.0
-        return self._storage.ram.reserve(_number(nbytes, "reserve", "bytes"), wait)
+        return self._storage.ram.reserve(number(nbytes, "reserve", "bytes"), wait)
 
     # -- the cache itself ---------------------------------------------------------------------------------------------
 
@@ -764,7 +764,7 @@ class PrefixCache:
         seconds, when the disk failed meanwhile, or while it is not there yet.
         """
         self._opened.check_open()
-        timeout = _seconds(timeout, "flush: timeout")
+        timeout = seconds(timeout, "flush: timeout")
         if self._opened.disk is not None and self._opened.ssd is None:
             return False
         self._storage.spilling.flush_recency()
@@ -786,26 +786,3 @@ class PrefixCache:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _seconds(value: Any, what: str) -> float | None:
-    """Return a time to wait, None for the setting's: a year at most, as threads can wait. ValueError for what is no time."""
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
-        raise ValueError(f"{what}={value!r}: give seconds, 0 or more")
-    return float(min(value, YEAR))
-
-
-def _number(value: Any, call: str, what: str, most: int | None = None) -> int:
-    """Return a whole number of `what`, 0 or more and `most` at most; else ValueError."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ValueError(f"{call}({value!r}): give a number of {what}, 0 or more")
-    if most is not None and value > most:
-        raise ValueError(f"{call}({value if value < 1 << 63 else '...'}): give at most {most} {what}")
-    return value
-
-
-def _check_leave(leave: Any) -> None:
-    if isinstance(leave, bool) or not isinstance(leave, int) or leave < 0:
-        raise ValueError(f"leave={leave!r}: give the number of tokens to leave, 0 or more")

@@ -94,8 +94,9 @@ def test_quality_4_has_the_kl_of_turboquant_4_on_text_held_back(tiny, usual, tmp
     assert measured.kl == remeasured(subject, unseen, usual, tmp_path)
 
 
-def test_a_wrong_first_guess_comes_out_with_the_same_step(tiny, usual, tmp_path):
-    mine, theirs = Basis(by_guess(tiny, tmp_path, 0.5)), Basis(usual)
+@pytest.mark.parametrize("factor", [0.5, 2.0])
+def test_a_wrong_first_guess_comes_out_with_the_same_step(tiny, usual, tmp_path, factor):
+    mine, theirs = Basis(by_guess(tiny, tmp_path, factor)), Basis(usual)
     assert mine.measured.anchor == MATCHED
     for one, other in zip(mine.groups, theirs.groups, strict=True):
         assert one.spreads[:8] == pytest.approx(other.spreads[:8], rel=0.1)
