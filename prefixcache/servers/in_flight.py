@@ -18,14 +18,16 @@ import numpy as np
 from prefixcache.keys import BLOCK, common_prefix
 
 LEAST = 16  # tokens that waiting must save
-LOST = BLOCK  # tokens of a prompt that a store may leave out: its tail, where hits end with a block
+LONGEST = 120.0  # seconds of a wait, at most: the other is computed all the while, unless it is stuck
 IN_VAIN = 10.0  # seconds for which nobody waits after a store found no room
 Space = tuple[str, bytes]  # model and salt: prompts of others never wait for each other
 
 
 @dataclass(eq=False)
-class Computing:
-    """A prompt under way: its tokens (n,) int64, and the boundaries, ascending, at which its state will be stored."""
+class PromptUnderWay:
+    """A prompt that is computed now: its tokens (n,) int64, the boundaries, ascending, at which its state will be stored, and
+    how many tokens are `stored`. `alive`: whether an answer is still to come, and somebody wants it.
+    """
 
     ids: np.ndarray
     space: Space
@@ -51,65 +53,60 @@ class Wait(NamedTuple):
         return self.done() or time.monotonic() >= self.until
 
 
-class Admission:
-    """The prompts under way. For one thread: the one that generates.
+class PromptsUnderWay:
+    """The prompts under way. For one thread: the one that generates. `waited` counts the waits."""
 
-    `longest`: seconds that a request waits for another at most. That other one makes progress on the same device all
-    the while, so this only guards against one that is stuck.
-    """
-
-    def __init__(self, longest: float = 120.0, whole_blocks: bool = False):
-        self.longest = longest
+    def __init__(self, whole_blocks: bool = False):
         self._whole_blocks = whole_blocks  # a hit doesn't end inside a whole block
         self.waited = 0
         self._in_vain_until = 0.0
-        self._under_way: list[Computing] = []
+        self._prompts: list[PromptUnderWay] = []
 
     def wait_for(self, ids: np.ndarray, space: Space, has: int, *, sliceable: bool) -> Wait | None:
-        """Whom a prompt should wait for, of whose tokens `has` can be had already; None: nobody.
+        """Return the wait for the prompt under way that shares most tokens with this one, of whose tokens `has` can be had
+        already; None where none is worth it.
 
-        Only for a part that is worth it: `LEAST` tokens, and no more than twice as much to be computed for it. A model
-        that is not `sliceable` can go on from a stored boundary only, not from anywhere before one.
+        A wait must save `LEAST` tokens, and half of what is computed until it is over. A model that is not `sliceable` can go
+        on from a stored boundary only, not from anywhere before one.
         """
-        self._under_way = [prompt for prompt in self._under_way if prompt.alive()]
         if time.monotonic() < self._in_vain_until:
             return None
-        best: tuple[int, Computing, int] | None = None
-        for prompt in self._under_way:
-            if prompt.space != space:
-                continue
+        deepest = 0
+        wait: Wait | None = None
+        for prompt in self._alive(space):
             common = common_prefix(prompt.ids, ids[:-1])
             for boundary in prompt.boundaries:
                 depth = min(boundary, common) if sliceable or boundary <= common else 0
                 if self._whole_blocks and sliceable and depth < len(prompt.ids) // BLOCK * BLOCK:
                     depth -= depth % BLOCK
                 gain = depth - max(has, prompt.stored)
-                if boundary <= prompt.stored or gain < LEAST or boundary - prompt.stored > 2 * gain:
-                    continue
-                if best is None or depth > best[0]:
-                    best = depth, prompt, boundary
-        if best is None:
-            return None
-        self.waited += 1
-        _, prompt, boundary = best
-        return Wait(partial(prompt.has, boundary), time.monotonic() + self.longest, boundary)
+                if gain >= LEAST and 0 < boundary - prompt.stored <= 2 * gain and depth > deepest:
+                    deepest = depth
+                    wait = Wait(partial(prompt.has, boundary), time.monotonic() + LONGEST, boundary)
+        self.waited += wait is not None
+        return wait
 
     def shared(self, ids: np.ndarray, space: Space) -> int:
         """Return with how many tokens both this prompt, but for its last one, and another that is under way begin."""
-        others = [prompt.ids for prompt in self._under_way if prompt.space == space and prompt.ids is not ids]
+        others = [prompt.ids for prompt in self._alive(space) if prompt.ids is not ids]
         return max((common_prefix(other, ids[:-1]) for other in others), default=0)
 
-    def enter(self, prompt: Computing) -> None:
+    def enter(self, prompt: PromptUnderWay) -> None:
         """Hear that a prompt is now being computed."""
-        self._under_way.append(prompt)
+        self._prompts.append(prompt)
 
-    def stored(self, ids: np.ndarray, space: Space, kept: int | None = None) -> None:
-        """Hear that these tokens were stored, or of them the first `kept`. Where less is kept, nobody waits for a while: it
-        would be in vain.
+    def stored(self, ids: np.ndarray, space: Space, kept: int) -> None:
+        """Hear that these tokens were stored, and that the first `kept` found room. Where more than a tail found none, nobody
+        waits for a while: it would be in vain.
         """
-        if kept is not None and kept < len(ids) - LOST:
+        if kept < len(ids) - BLOCK:
             self._in_vain_until = time.monotonic() + IN_VAIN
-        for prompt in self._under_way:
+        for prompt in self._alive(space):
             n = min(len(ids), len(prompt.ids))
-            if prompt.space == space and prompt.stored < n and np.array_equal(prompt.ids[:n], ids[:n]):
+            if prompt.stored < n and np.array_equal(prompt.ids[:n], ids[:n]):
                 prompt.stored = n
+
+    def _alive(self, space: Space) -> list[PromptUnderWay]:
+        """Return the prompts of a model and salt that are still under way, and forget those of anybody that are not."""
+        self._prompts = [prompt for prompt in self._prompts if prompt.alive()]
+        return [prompt for prompt in self._prompts if prompt.space == space]

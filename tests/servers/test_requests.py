@@ -322,7 +322,7 @@ def test_of_two_that_wait_for_a_third_which_is_cancelled_one_computes(models, op
         assert computed[0] == 1
         assert computed[1] > 1000
         assert two[0].tokens == two[1].tokens
-        assert generator.admission.waited >= 2
+        assert generator.under_way.waited >= 2
 
 
 def test_a_request_waits_for_nobody_with_another_salt_or_model(models, opened):
@@ -330,14 +330,14 @@ def test_a_request_waits_for_nobody_with_another_salt_or_model(models, opened):
     with generating(opened(), "--model", models / "llama", "--prefill-step-size", 8) as generator:
         asked = [Asked(generator, prompt, salt=salt) for salt in ("", "one", "two")]
         assert [one.cached for one in asked] == [0, 0, 0]
-        assert generator.admission.waited == 0
+        assert generator.under_way.waited == 0
         assert Asked(generator, prompt, model=str(models / "qwen3_next")).cached == 0
 
 
 def test_chunks_without_recurrent_state_dont_end_the_waiting_of_others(models, opened):
     with generating(opened(), "--model", models / "qwen3_next", "--prefill-step-size", 256) as generator:
         Asked(generator, user(text(600, "chunks"))).answered()
-        assert generator.admission._in_vain_until == 0.0
+        assert generator.under_way._in_vain_until == 0.0
 
 
 def test_a_model_that_counts_no_tokens_keeps_the_state_of_those_it_has_seen(models, opened):

@@ -27,7 +27,7 @@ from prefixcache.cache import PrefixCache
 from prefixcache.keys import as_tokens
 from prefixcache.open_cache import usable_memory
 from prefixcache.servers.canonical import EVERY_RULE, CanonicalText
-from prefixcache.servers.in_flight import Admission, Computing, Wait
+from prefixcache.servers.in_flight import PromptsUnderWay, PromptUnderWay, Wait
 from prefixcache.servers.keeping import Keeping
 from prefixcache.servers.loaded_model import calibration_of, compile_kernels
 from prefixcache.servers.mlx_lm.answers import Answers, Ended
@@ -75,7 +75,7 @@ class Generator:
         self.failure: BaseException | None = None
         self.model = ""
         self.answering: set[Answers] = set()
-        self.admission = Admission(whole_blocks=not exact_prefill)
+        self.under_way = PromptsUnderWay(whole_blocks=not exact_prefill)
         self._before = before
         self._taken = 0  # requests, since mlx-lm's loop was entered
         self._deferred: deque[DeferredRequest] = deque()
@@ -311,9 +311,9 @@ class Generator:
         ids, space = prompt.given, (prompt.model, prompt.salt)
         sliceable = self.model_provider.sliceable
         boundaries = sorted({*tokenized.boundaries, *self.prompts.branch_points(tokenized, match.ram)})
-        awaited = self.turns.awaited(lambda: self.admission.wait_for(ids, space, match.ram, sliceable=sliceable))
+        awaited = self.turns.awaited(lambda: self.under_way.wait_for(ids, space, match.ram, sliceable=sliceable))
         if awaited is None and self.turns.is_first and tokenized.is_stored:
-            self.admission.enter(Computing(ids, space, boundaries, answers.wanted, match.ram))
+            self.under_way.enter(PromptUnderWay(ids, space, boundaries, answers.wanted, match.ram))
         return awaited
 
     def _shared_under_way(self, prompt: Prompt) -> int:
@@ -322,7 +322,7 @@ class Generator:
         """
         if self.model_provider.sliceable or self.prompts.cache.ranks is not None:
             return 0
-        return self.admission.shared(prompt.given, (prompt.model, prompt.salt))
+        return self.under_way.shared(prompt.given, (prompt.model, prompt.salt))
 
     def _wait_for_promotions(self, promotions: AwaitedPromotions) -> Wait:
         if not self.turns.is_first:
@@ -335,7 +335,7 @@ class Generator:
         recurrent layers that counts only if their `state` was kept, too.
         """
         if state or self.model_provider.sliceable:
-            self.admission.stored(stored.given, (stored.model, stored.salt), kept)
+            self.under_way.stored(stored.given, (stored.model, stored.salt), kept)
 
     # -- requests' tokens --------------------------------------------------------------------------------------------
 
