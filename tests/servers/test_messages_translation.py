@@ -126,6 +126,13 @@ def test_all_tokens_of_a_prompt_are_in_its_usage_once(chat, caches):
 
 
 @given(chat=chats())
+def test_a_field_that_is_called_as_a_mark_in_a_call_of_a_tool_is_none(chat):
+    call = {"type": "tool_use", "id": "1", "name": "warm", "input": {"cache_control": {"max-age": 60}}}
+    usage = API.answer({**ASKED, "messages": [said_by("assistant", call)]}, chat)["usage"]
+    assert usage["cache_creation_input_tokens"] == 0
+
+
+@given(chat=chats())
 def test_an_answer_comes_back_in_the_chats_history_as_it_was(chat):
     content = API.answer(ASKED, copy.deepcopy(chat))["content"]
     said = {"role": "assistant", "content": content}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Callable, Iterator
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field
 
@@ -65,7 +65,7 @@ class Messages:
         asked = checked(MessagesRequest, body)
         return as_chat(
             asked,
-            messages=[*_system(asked), *_messages(asked)],
+            messages=list(_messages(asked)),
             tools=list(_tools(asked)) or None,
             tool_choice=_tool_choice(asked),
             stop=asked.get("stop_sequences"),
@@ -105,12 +105,16 @@ class TokenCount(Messages):
 # -- a request --------------------------------------------------------------------------------------------------------
 
 
-def _system(asked: Json) -> Iterator[Json]:
-    if asked.get("system"):
-        yield from _of_system(_blocks(asked["system"], "system"))
+class Placed(NamedTuple):
+    """An object of a request, and its place there, which errors name."""
+
+    where: str
+    value: Json
 
 
 def _messages(asked: Json) -> Iterator[Json]:
+    if asked.get("system"):
+        yield from _of_system(_blocks(asked["system"], "system"))
     for where, message in _objects(asked["messages"], "messages"):
         role = message.get("role")
         if not isinstance(role, str) or role not in ROLES:
@@ -118,11 +122,8 @@ def _messages(asked: Json) -> Iterator[Json]:
         yield from ROLES[role](_blocks(message.get("content"), f"{where}.content"))
 
 
-Blocks = list[tuple[str, Json]]  # each with its place in the request
-
-
-def _of_user(blocks: Blocks) -> Iterator[Json]:
-    """Give the messages for a user's: results of tools are messages of their own."""
+def _of_user(blocks: list[Placed]) -> Iterator[Json]:
+    """Give a user's message, with each result of a tool as a message of its own."""
     parts: list[Json] = []
     for where, block in blocks:
         if block.get("type") != "tool_result":
@@ -143,7 +144,7 @@ def _tool_result(block: Json, where: str) -> Json:
     return {"role": "tool", "tool_call_id": _text(block, "tool_use_id", where), "content": content}
 
 
-def _of_assistant(blocks: Blocks) -> Iterator[Json]:
+def _of_assistant(blocks: list[Placed]) -> Iterator[Json]:
     text, reasoning, calls = "", "", []
     for where, block in blocks:
         if block.get("type") == "thinking":
@@ -171,11 +172,11 @@ def _tool_call(block: Json, where: str) -> Json:
     return {"id": _text(block, "id", where), "type": "function", "function": function}
 
 
-def _of_system(blocks: Blocks) -> Iterator[Json]:
+def _of_system(blocks: list[Placed]) -> Iterator[Json]:
     yield {"role": "system", "content": _content([_part(block, where) for where, block in blocks])}
 
 
-ROLES: dict[str, Callable[[Blocks], Iterator[Json]]] = {
+ROLES: dict[str, Callable[[list[Placed]], Iterator[Json]]] = {
     "user": _of_user,
     "assistant": _of_assistant,
     "system": _of_system,
@@ -257,16 +258,16 @@ def _content(parts: list[Json]) -> str | list[Json]:
     return parts
 
 
-def _blocks(content: Any, where: str) -> Blocks:
+def _blocks(content: Any, where: str) -> list[Placed]:
     if isinstance(content, str):
-        return [(where, {"type": "text", "text": content})]
+        return [Placed(where, {"type": "text", "text": content})]
     return _objects(content, where)
 
 
-def _objects(given: Any, where: str) -> list[tuple[str, Json]]:
+def _objects(given: Any, where: str) -> list[Placed]:
     if not isinstance(given, list) or not all(isinstance(each, dict) for each in given):
         raise RequestRefused(f"{where} must be a text or a list of objects, not {shown(given)}")
-    return [(f"{where}[{i}]", each) for i, each in enumerate(given)]
+    return [Placed(f"{where}[{i}]", each) for i, each in enumerate(given)]
 
 
 def _text(block: Json, name: str, where: str) -> str:
@@ -288,8 +289,8 @@ def _tools(asked: Json) -> Iterator[Json]:
 
 
 def _kept(body: Json) -> Json:
-    """Return what the request's marks ask the cache for: a mark keeps all that is before it, in a message all of the prompt.
-    The longest counts.
+    """Return how long the request's marks (`cache_control`) ask the cache to keep the prompt: one of tools or of the system
+    text keeps these, any other all of it. The longest counts.
     """
     of_system, of_messages = set[str](), {*_ttl_of(body, "cache_control")}
     for name, ttls in (("tools", of_system), ("system", of_system), ("messages", of_messages)):
@@ -374,22 +375,16 @@ def _stopped(choice: Json, content: list[Json]) -> Json:
 
 
 def _usage(request: Json, usage: Json) -> Json:
-    """Return the chat's usage as this API has it: a request that has `cache_control` writes all that it doesn't read."""
+    """Return the chat's usage as this API has it: a request with a mark writes all that it doesn't read."""
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
     computed = usage["prompt_tokens"] - cached
-    written = computed if _asks_for_cache(request) else 0
+    written = computed if _kept(request) else 0
     return {
         "input_tokens": computed - written,
         "cache_read_input_tokens": cached,
         "cache_creation_input_tokens": written,
         "output_tokens": usage["completion_tokens"],
     }
-
-
-def _asks_for_cache(value: Any) -> bool:
-    if isinstance(value, dict):
-        return bool(value.get("cache_control")) or any(map(_asks_for_cache, value.values()))
-    return isinstance(value, list) and any(map(_asks_for_cache, value))
 
 
 def _error(status: int, message: str) -> Json:
@@ -443,10 +438,11 @@ class MessageStream:
             return []
         events: list[Event] = []
         if not self._is_open or self._content[-1]["type"] != kind:
-            text = self._space + text if kind == "text" else text
-            if kind == "text" and not text.strip():
-                self._space = text
-                return []
+            if kind == "text":
+                text = self._space + text
+                if text.isspace():
+                    self._space = text
+                    return []
             empty = {"text": {"text": ""}, "thinking": {"thinking": "", "signature": ""}}[kind]
             events = self._open({"type": kind, **empty})
         delta = {"type": f"{kind}_delta", kind: text}
