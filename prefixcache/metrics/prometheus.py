@@ -33,48 +33,40 @@ if TYPE_CHECKING:
 __all__ = ["CONTENT_TYPE", "CacheCollector", "ServerCollector", "render"]
 
 NO_LABEL = "none"
-Numbers = dict[str, float]  # by the value of the metric's one label; summed over the label they mean something
-
-
-class ServerCounts(NamedTuple):
-    """What a server counts beside its cache: how many prompts each rule of canonical text has changed, and how many tokens of
-    next turns were computed ahead, and hit.
-    """
-
-    changed: Callable[[], Numbers]
-    next_turns: Callable[[], Numbers]
+ByLabel = dict[str, float]  # a metric's values by the value of its one label
 
 
 class Series(NamedTuple):
-    """A metric: its name without "prefixcache_" and its unit's or kind's ending ("_total"; of histograms "_seconds"), what it
-    says, and the field that has its value, or with a label what gives its values: fields by the label's value, or a function.
+    """A metric. `name` lacks "prefixcache_" and the ending ("_total"; of histograms "_seconds"); `text` is its help. `value`
+    is the field of a snapshot that has the value; of a metric with a `label` the fields by the label's value, or a function
+    that gives the values.
     """
 
     name: str
     text: str
-    value: str | dict[str, str] | Callable[[Any], Numbers]
+    value: str | dict[str, str] | Callable[[Any], ByLabel]
     label: str = ""
 
-    def values(self, of: Any) -> dict[str, Any]:
+    def values(self, snapshot: Any) -> dict[str, Any]:
         """Return the values in a snapshot, by the label's value."""
         if callable(self.value):
-            return self.value(of)
+            return self.value(snapshot)
         fields = {"": self.value} if isinstance(self.value, str) else self.value
-        return {label: getattr(of, field) for label, field in fields.items()}
+        return {label: getattr(snapshot, field) for label, field in fields.items()}
 
 
-def _fetched(c: Counters) -> Numbers:
-    return {"hit": c.hit_tokens, "miss": c.asked_tokens - c.hit_tokens}
+def _fetched(counters: Counters) -> ByLabel:
+    return {"hit": counters.hit_tokens, "miss": counters.asked_tokens - counters.hit_tokens}
 
 
-def _ram(s: Stats) -> Numbers:
+def _ram(stats: Stats) -> ByLabel:
     """Return what RAM is held for. What waits for the SSD is part of the images in `Stats`."""
-    images = {"images": s.ram_images - s.ram_queued, "queued": s.ram_queued}
-    return {**images, "nodes": s.ram_nodes, "hot": s.ram_hot, "reserved": s.ram_reserved}
+    images = {"images": stats.ram_images - stats.ram_queued, "queued": stats.ram_queued}
+    return {**images, "nodes": stats.ram_nodes, "hot": stats.ram_hot, "reserved": stats.ram_reserved}
 
 
-def _labelled(field: str) -> Callable[[Stats], Numbers]:
-    return lambda s: {label or NO_LABEL: getattr(counted, field) for label, counted in s.labels.items()}
+def _labelled(field: str) -> Callable[[Stats], ByLabel]:
+    return lambda stats: {label or NO_LABEL: getattr(counted, field) for label, counted in stats.labels.items()}
 
 
 EVENTS = (  # since the cache was opened, of `Counters`
@@ -181,7 +173,7 @@ SSD_DURATIONS = (  # of `SsdStats`
     Series("ssd_read", "What it took to read and check a file.", "read_seconds"),
 )
 
-SSD_STATE = (
+SSD_STATE = (  # of `SsdStats`
     Series("ssd_used_bytes", "What the directory holds, with what is queued for it.", "used"),
     Series("ssd_limit_bytes", "What the directory may take.", "limit"),
     Series("ssd_disk_bytes", "What the directory takes on the disk.", "disk"),
@@ -214,31 +206,31 @@ REMOTE_DURATIONS = (  # of `RemoteStats`
     Series("remote_write", "What it took to seal and send an image.", "write_seconds"),
 )
 
-REMOTE_STATE = (
+REMOTE_STATE = (  # of `RemoteStats`
     Series("remote_up", "1 while the engine answers; 0 while it is left alone because it failed.", "reading"),
     Series("remote_writable", "1 while the engine takes images.", "writing"),
     Series("remote_queued_images", "Images that wait to be sent.", "queued"),
 )
 
-SERVER_EVENTS = (  # since the server started, of what a server counts
+SERVER_EVENTS = (  # since the server started, of a `ServerCollector`
     Series(
         "canonical_prompts",
         "Prompts that a rule of canonical text has changed.",
-        lambda counts: counts.changed(),
+        lambda server: server.changed(),
         "rule",
     ),
     Series(
         "next_turn_tokens",
         "Tokens that a chat's next turn begins with: computed while there was no request, and how many of these a request "
         "has hit since.",
-        lambda counts: counts.next_turns(),
+        lambda server: server.next_turns(),
         "what",
     ),
 )
 
 
 class CacheCollector(Collector):
-    """A PrefixCache's numbers, read when they are asked for. One for each process: metrics don't say of which cache.
+    """A PrefixCache's metrics, read when they are asked for. One for each process: metrics don't say of which cache.
 
     Counters begin with the opening of the cache and only go up. Of a cache that is closed meanwhile the last counts are
     given, and RAM is empty.
@@ -266,13 +258,15 @@ class CacheCollector(Collector):
 
 
 class ServerCollector(Collector):
-    """What `prefixcache serve` counts beside its cache, read when it is asked for."""
+    """What `prefixcache serve` counts beside its cache, read when it is asked for: prompts that each rule of canonical text
+    changed, and tokens of next turns that were computed ahead, and hit.
+    """
 
-    def __init__(self, counts: ServerCounts):
-        self._counts = counts
+    def __init__(self, changed: Callable[[], ByLabel], next_turns: Callable[[], ByLabel]):
+        self.changed, self.next_turns = changed, next_turns
 
     def collect(self) -> Iterator[Metric]:
-        yield from _metrics(CounterMetricFamily, SERVER_EVENTS, self._counts)
+        yield from _metrics(CounterMetricFamily, SERVER_EVENTS, self)
 
 
 def render(*collectors: Collector) -> bytes:

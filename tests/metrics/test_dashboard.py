@@ -15,7 +15,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from prefixcache import PrefixCache
-from prefixcache.metrics.prometheus import CacheCollector, ServerCollector, ServerCounts, render
+from prefixcache.metrics.prometheus import CacheCollector, ServerCollector, render
 from prefixcache.servers.canonical import CanonicalText
 from prefixcache.servers.cold_requests import ColdRequests
 from prefixcache.servers.prompt_parts import Part
@@ -51,9 +51,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, d
         cache.store(tokens, states.sliceable(tokens), model="m")
         cold = ColdRequests()
         cold.tell("a", Parting(300, 0, 0, NOTHING_STORED), lambda: Part("text"))
-        page = render(
-            CacheCollector(cache), ServerCollector(ServerCounts(CanonicalText().changed, COUNTS.copy)), cold
-        ).decode()
+        page = render(CacheCollector(cache), ServerCollector(CanonicalText().changed, COUNTS.copy), cold).decode()
     for family in text_string_to_metric_families(page):
         for sample in family.samples:
             _, labels = found.setdefault(sample.name, (family.type, {}))

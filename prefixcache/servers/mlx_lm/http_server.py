@@ -80,7 +80,7 @@ class Site(NamedTuple):
         admin = AdminPath(Admin(generator, options.salts), options.admin_key)
         of_cache, cold = prometheus.CacheCollector(generator.prompts.cache), ColdRequests()
         next_turns = NextTurns(generator, enabled=options.warm_next_turn)
-        of_server = prometheus.ServerCollector(prometheus.ServerCounts(generator.canonical.changed, next_turns.tokens))
+        of_server = prometheus.ServerCollector(generator.canonical.changed, next_turns.tokens)
         return cls(generator, admin, cold, next_turns, (of_cache, of_server, cold), options)
 
 
