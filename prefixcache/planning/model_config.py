@@ -1,5 +1,5 @@
 """A model's config.json: its file, the fields that a plan needs, and mlx-lm's model of it, whose weights are neither loaded
-nor made. What the prompt cache of that model is, `model` finds out.
+nor made. `model` finds out what prompt cache that model has.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _DEFAULT_DTYPE = "bfloat16"  # of a config that names none
 _MAX_CONTEXT = 1e12  # tokens: a config that names more, or infinitely many, has no limit
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length", "n_ctx")
 _TEXT_PARTS = ("text_config", "language_config", "llm_config")  # of a model that takes images, too
-_STRETCHED = ("yarn", "dynamic")  # kinds of rope scaling whose config may name the length before it
+_STRETCHING = ("yarn", "dynamic")  # kinds of rope scaling whose config may name the length before it
 _MAX_LAYERS = 2_000  # a config of more is no model's
 _GIVE = "give a model's folder, or its config.json"
 _TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "bool": (bool, int), "str": (str,)}
@@ -43,12 +43,10 @@ def config_file(path: str | Path) -> Path:
     """Return the config.json that a path means: itself, or the one in this folder."""
     if not isinstance(path, (str, Path)):
         raise TypeError(f"path of type {type(path).__name__}: {_GIVE}")
-    given = Path(path).expanduser()
-    file = given / "config.json" if given.is_dir() else given
+    file, missing = Path(path).expanduser(), "no such file; models of a hub must be there in full"
+    if file.is_dir():
+        file, missing = file / "config.json", "the folder has no config.json"
     if not file.is_file():
-        missing = "the folder has no config.json"
-        if not given.is_dir():
-            missing = "no such file; models of a hub must be there in full"
         raise ModelError(f"{str(path)!r}: {missing}; {_GIVE}")
     return file
 
@@ -97,9 +95,9 @@ def model_type(config: Config) -> str:
 
 def activation_dtype(config: Config, chosen: str | None) -> str:
     """Return the `chosen` dtype, else the config's."""
-    keys = ("dtype", "torch_dtype")
-    named = [level[key] for level in _levels(config) for key in keys if level.get(key) is not None]
-    dtype = chosen if chosen is not None else named[0] if named else _DEFAULT_DTYPE
+    levels = _levels(config)
+    named = [level[key] for level in levels for key in ("dtype", "torch_dtype") if level.get(key) is not None]
+    dtype = chosen if chosen is not None else [*named, _DEFAULT_DTYPE][0]
     name = str(dtype).rpartition(".")[2]  # "torch.bfloat16" as well
     if name not in FLOATS:
         raise ModelError(f"dtype={dtype!r}: no dtype of activations; choose one: {', '.join(FLOATS)}")
@@ -113,24 +111,22 @@ def context_length(config: Config) -> int | None:
     YaRN and dynamic scaling stretch the length by their factor. Some configs have the length before it, others after:
     what is longer holds.
     """
-    parts = [config, *(config[name] for name in _TEXT_PARTS if isinstance(config.get(name), dict))]
-    lengths = [(part[name], part) for part in reversed(parts) for name in _LENGTHS if _is_length(part.get(name))]
-    length, part = lengths[0] if lengths else (None, parts[-1])
-    return max(
-        filter(None, (length, _stretched(length, part.get("rope_scaling") or part.get("rope_parameters")))),
-        default=None,
-    )
+    levels = _levels(config)[::-1]  # the text model's is meant
+    found = ((level, level[name]) for level in levels for name in _LENGTHS if _is_length(level.get(name)))
+    level, length = next(found, (levels[0], 0))
+    return max(length, _stretched(length, level.get("rope_scaling") or level.get("rope_parameters"))) or None
 
 
-def _stretched(length: int | None, scaling: Any) -> int | None:
+def _stretched(length: int, scaling: Any) -> int:
+    """Return the length that a scaling makes of another one or of its own; 0 where it makes none."""
     if not isinstance(scaling, dict):
-        return None
-    before, factor = scaling.get("original_max_position_embeddings"), scaling.get("factor")
+        return 0
+    before: Any = scaling.get("original_max_position_embeddings")
+    factor = scaling.get("factor")
     kind = scaling.get("rope_type", scaling.get("type"))
-    if kind not in (*_STRETCHED, None) or not isinstance(factor, (int, float)) or not 1 <= factor < 1e6:
-        return None
-    before = before if _is_length(before) else length
-    return int(before * factor) if before is not None else None
+    if kind not in (*_STRETCHING, None) or not isinstance(factor, (int, float)) or not 1 <= factor < 1e6:
+        return 0
+    return int((before if _is_length(before) else length) * factor)
 
 
 def _is_length(value: Any) -> bool:
@@ -139,8 +135,7 @@ def _is_length(value: Any) -> bool:
 
 def _levels(config: Config) -> list[Config]:
     """Return the config, and that of its text model where it has one of its own."""
-    text = config.get("text_config")
-    return [config, text] if isinstance(text, dict) else [config]
+    return [config, *(config[name] for name in _TEXT_PARTS if isinstance(config.get(name), dict))]
 
 
 # -- its model ----------------------------------------------------------------------------------------------------------

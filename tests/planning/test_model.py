@@ -355,6 +355,7 @@ def test_a_folder_a_file_and_a_hubs_snapshot_are_read_and_named(tmp_path):
         ({"torch_dtype": "torch.float16"}, "float16"),
         ({"dtype": "float16", "text_config": {"dtype": "float32"}}, "float16"),
         ({"text_config": {"torch_dtype": "float16"}}, "float16"),
+        ({"language_config": {"torch_dtype": "float16"}}, "float16"),
         ({}, "bfloat16"),
         ({"quantization": {"bits": 4, "group_size": 64}, "torch_dtype": "float16"}, "float16"),
     ],
