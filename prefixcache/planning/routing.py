@@ -1,6 +1,6 @@
-"""Which machine of a fleet serves each request of a trace: a session's own one, or any.
+"""Which machine of a fleet serves each request of a trace: the one of its session, or any.
 
-A trace names no sessions, so they are told by the blocks: `sessions` says how.
+A trace names no sessions: `sessions` tells them by their blocks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from prefixcache.trace.reading import Request
 
 STICKY, RANDOM = ("sticky", "random")
 COMMON = 4  # a block with at least this many different successors is shared by sessions: a system prompt's
-SEED = 0
 NOWHERE = -1  # the session of a prompt without ids; those are never negative
 
 
@@ -30,11 +29,11 @@ def machines_of(requests: Iterable[Request], machines: int, routing: str) -> lis
         raise ValueError(f"routing={routing!r}: write {STICKY!r} or {RANDOM!r}")
     if routing == STICKY:
         return [_hashed(session) % machines for session in sessions(requests)]
-    chance, first = Random(SEED), _Successors(requests).first
-    fetched: dict[int, int] = {}  # a recording's ids, and the machine that was asked for them last
+    chance, origin = Random(0), _Successors(requests).origin
+    fetched: dict[int, int] = {}  # the machine that was last asked for a recording's ids, by their origin
     chosen = []
     for request in requests:
-        ids = [first.get(block, block) for block in request.ids] if request.call != REQUEST else []
+        ids = [origin.get(block, block) for block in request.ids] if request.call != REQUEST else []
         known = (fetched[block] for block in reversed(ids) if block in fetched)
         machine = next(known, None) if request.call == STORE else None
         chosen.append(chance.randrange(machines) if machine is None else machine)
@@ -54,30 +53,28 @@ def sessions(requests: Iterable[Request]) -> list[int]:
 
 
 class _Successors:
-    """How many blocks come after each one of a trace, and which tail each has grown from. A block that grew from a tail
-    keeps that tail's identity.
-    """
+    """How many blocks come after each one of a trace. One that has grown from a tail counts as that tail, its `origin`."""
 
     def __init__(self, requests: Iterable[Request]):
-        self.first: dict[int, int] = {}  # of a block that grew, the tail that it was first
+        self.origin: dict[int, int] = {}
         self._next: Counter[int] = Counter()
         seen: set[int] = set()
         for request in requests:
-            for index, tail, _ in request.grown:
-                self.first.setdefault(request.ids[index], self.first.get(tail, tail))
+            for grown in request.grown:
+                self.origin.setdefault(request.ids[grown.place], self.origin.get(grown.tail, grown.tail))
             for parent, block in reversed([*pairwise((NOWHERE, *request.ids))]):
                 if block in seen:
                     break  # and so is all before it
                 seen.add(block)
-                self._next[parent] += block not in self.first
+                self._next[parent] += block not in self.origin
 
     def session(self, request: Request) -> int:
-        """Return the first block that isn't common, else the last."""
+        """Return the origin of the first block that isn't common, else of the last."""
         block = NOWHERE
         for block in request.ids:
             if self._next[block] < COMMON:
                 break
-        return self.first.get(block, block)
+        return self.origin.get(block, block)
 
 
 def _hashed(session: int) -> int:

@@ -1,8 +1,8 @@
 """The cache at work on sizes: `simulate` runs a trace through the graph, the tiers, the stores that serve requests.
 
-In the place of bytes stand their numbers: a store makes images that have a size and nothing else, and the SSD is an account
-(`simulated_ssd`). All that decides what is kept and what is evicted is the code of `prefixcache.blocks`, `prefixcache.tiers`
-and `store_fetch_remove.store`, so a real run of the same requests, whose writer keeps up, hits and writes the same.
+A store makes images that have a size and nothing else, and the SSD is an account (`simulated_ssd`). All that decides what is
+kept and what is evicted is the code of `prefixcache.blocks`, `prefixcache.tiers` and `store_fetch_remove.store`, so a real
+run of the same requests, whose writer keeps up, hits and writes the same.
 
 The SSD's writer has its turn after each batch of blocks that a store encodes, after each promotion and each request.
 Decision 0037 says why.
@@ -49,7 +49,7 @@ from prefixcache.tiers.state import Namespace
 from prefixcache.tiers.storage import Storage
 from prefixcache.trace.reading import Request
 
-EVERY = 64  # requests between two calls of `progress`
+PROGRESS_EVERY = 64  # requests
 COUNTED = ("stored_tokens", "stored_bytes", "evicted", "ssd_evicted", "dropped", "declined", "unkept_tokens")
 COUNTED_OF_SSD = ("written_files", "written_bytes", "read_files", "read_bytes")
 MIXER = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / the golden ratio: odd, and products of near numbers stay apart
@@ -65,18 +65,18 @@ class RememberedPlan(Plan):
         self._plain = max([self.sink_tokens, *(window.keep for window in self.windows)])
 
     def rows_specs(self, start: int, tokens: int, coded: bool, words: Words | None = None) -> list[Spec]:
-        at = min(start, self._plain), tokens, coded  # from there on all blocks have the same tensors
-        if at not in self._rows_specs:
-            self._rows_specs[at] = super().rows_specs(start, tokens, coded)
-        return self._rows_specs[at]
+        key = min(start, self._plain), tokens, coded  # from `_plain` on all blocks have the same tensors
+        if key not in self._rows_specs:
+            self._rows_specs[key] = super().rows_specs(start, tokens, coded)
+        return self._rows_specs[key]
 
     def window_specs(
         self, mask: tuple[int, ...], start: int, coded: bool, words: Sequence[Words] | None = None
     ) -> list[Spec]:
-        what = *(m.bit_count() for m in mask), *(m & self.sunk(start) for m in mask), coded
-        if what not in self._window_specs:
-            self._window_specs[what] = super().window_specs(mask, start, coded)
-        return self._window_specs[what]
+        key = *(m.bit_count() for m in mask), *(m & self.sunk(start) for m in mask), coded
+        if key not in self._window_specs:
+            self._window_specs[key] = super().window_specs(mask, start, coded)
+        return self._window_specs[key]
 
 
 class SizeMaker:
@@ -151,7 +151,7 @@ class WriterTurn(Condition):
 
 
 class SizeSource:
-    """Reads sizes from a storage's tiers, and from `more` that nothing spills to. No tensors could be wrong."""
+    """Reads sizes from a storage's tiers, and from `more` that nothing spills to."""
 
     def __init__(self, storage: Storage, more: Sequence[ReadableTier]):
         self._storage, self._more = storage, more
@@ -160,12 +160,13 @@ class SizeSource:
         return next((tier for tier in (*self._storage.lower, *self._more) if slot.is_in(tier.number)), None)
 
     def fits(self, slot: Slot, image: Image) -> bool:
+        """Return True: a size has no tensors that could be wrong."""
         return True
 
 
 class Given(NamedTuple):
-    """What fetches were given: tokens by hot prompts, bytes that promotions read from the SSD and from a remote tier, and
-    round trips to it that they waited for.
+    """What fetches were given: `hot` tokens of hot prompts, bytes that promotions `read` from the SSD and from a remote tier
+    (`remote_read`), and the round `trips` to it that they waited for.
     """
 
     hot: int
@@ -176,7 +177,7 @@ class Given(NamedTuple):
 
 class Simulation:
     """A cache of a model's state, at first empty. `more` are tiers that it can read from, below its own, and to which nothing
-    spills; their number is `last_tier`. Not thread-safe. ValueError where RAM has no size.
+    spills; the first of them has the number `last_tier`. Not thread-safe. ValueError where RAM has no size.
     """
 
     def __init__(self, state: ModelState, codec: Codec, cell: Cell, more: Sequence[ReadableTier] = ()):
@@ -225,10 +226,10 @@ class Simulation:
         """Return a prompt of one request's tokens (raw int64 bytes), for `fetch` and `store`."""
         return Prompt(self.storage, lambda: [self.namespace], token_bytes)
 
-    def fetch(self, prompt: Prompt, leave: int = 1) -> int:
-        """Promote and look up, and return how many tokens were hit."""
+    def fetch(self, prompt: Prompt) -> int:
+        """Promote and look up, and return how many tokens were hit: not the last, which is always computed."""
         self.promote(prompt)
-        hot, hit = hot_hit(self.storage, prompt, leave), take_hit(self.storage, prompt, leave)
+        hot, hit = hot_hit(self.storage, prompt, 1), take_hit(self.storage, prompt, 1)
         depth = max(hot.depth if hot is not None else 0, hit.depth if hit is not None else 0)
         if hot is None and hit is not None:
             hot = hot_blocks(self.storage, prompt, hit.namespace, depth)
@@ -257,10 +258,10 @@ class Simulation:
         self._now = until
 
     def used(self, hit: Hit) -> None:
-        """See a hit, pinned now: a fleet's machine does something with it."""
+        """Hear of a hit, which is pinned now. A fleet's machine uploads it."""
 
     def store(self, prompt: Prompt) -> None:
-        """Keep what is new of a prompt, and its state hot. Rows that are stored are those that its answer is made on."""
+        """Keep what is new of a prompt, and its state hot. The stored rows are those that its answer is made on."""
         if self.namespace.plan.snapshots:
             for point in states_on_the_way(prompt.given_rows.tokens, len(prompt)):
                 self._store(prompt.first(point))
@@ -335,18 +336,17 @@ def simulate(
 def replay(
     calls: Iterable[tuple[Request, Simulation]], block: int, progress: Callable[[int], None] | None = None
 ) -> Served:
-    """Serve requests, one after the other, each by the simulation that stands with it; else as `simulate`. Return what those
-    were given that fetched.
+    """Serve requests as `simulate` does, each by the simulation that stands with it. Return what those that fetched were
+    given.
     """
     asked, hit = array("q"), array("q")
     given = [array("q") for _ in Given._fields]
-    first, last = None, 0.0
-    prompts = Prompts(block)
+    seconds, prompts = 0.0, Prompts(block)
     with collector_at_rest():
         for number, (request, machine) in enumerate(calls):
             prompt = machine.prompt(prompts.token_bytes(request))
             machine.rest(request.time)
-            first, last = request.time if first is None else first, request.time
+            seconds = request.time  # of a trace it begins at 0
             if request.call != "store" and len(prompt):
                 before = machine.given_so_far()
                 hit.append(machine.fetch(prompt))
@@ -355,9 +355,16 @@ def replay(
                     counts.append(new - old)
             if request.call != "fetch" and len(prompt):
                 machine.store(prompt)
-            if progress is not None and number % EVERY == 0:
+            if progress is not None and number % PROGRESS_EVERY == 0:
                 progress(number)
-    return Served(last - (first or 0.0), *(np.array(counts, np.int64) for counts in (asked, hit, *given)))
+    return Served(seconds, *(np.array(counts, np.int64) for counts in (asked, hit, *given)))
+
+
+class OwnedTokens(NamedTuple):
+    """Tokens of a block, up to position `end`: those that stand for the id `owner`."""
+
+    owner: int
+    end: int
 
 
 class Prompts:
@@ -370,34 +377,36 @@ class Prompts:
     def __init__(self, block: int):
         self._block = block
         self._settled: set[int] = set()
-        # id -> the ids whose tokens it has, and up to which position
-        self._grown: dict[int, list[tuple[int, int]]] = {}
+        self._grown: dict[int, list[OwnedTokens]] = {}
 
     def token_bytes(self, request: Request) -> bytes:
         if request.call != "request" or request.grown:
-            self._assign_owners(request)
-        grown = self._grown
-        if grown.keys().isdisjoint(request.ids):
+            self._settle(request)
+        if self._grown.keys().isdisjoint(request.ids):
             return tokens_of(request, self._block)
         owners: list[int] = []
         counts: list[int] = []
         for block_id in request.ids:
             start = 0
-            for owner, end in grown.get(block_id, ((block_id, self._block),)):
+            for owner, end in self._parts_of(block_id):
                 owners.append(owner)
                 counts.append(end - start)
                 start = end
         return _joined(owners, counts, request.tokens)
 
-    def _assign_owners(self, request: Request) -> None:
+    def _settle(self, request: Request) -> None:
         for index, tail, tokens in request.grown:
             block_id = request.ids[index]
             if block_id not in self._settled:
                 self._settled.update((block_id, tail))
-                parts = [part for part in self._grown.get(tail, ()) if part[1] < tokens]
-                last = next((owner for owner, end in self._grown.get(tail, ()) if end >= tokens), tail)
-                self._grown[block_id] = [*parts, (last, tokens), (block_id, self._block)]
+                parts = self._parts_of(tail)
+                whole = [part for part in parts if part.end < tokens]
+                cut = OwnedTokens(parts[len(whole)].owner, tokens)
+                self._grown[block_id] = [*whole, cut, OwnedTokens(block_id, self._block)]
         self._settled.update(request.ids)
+
+    def _parts_of(self, block_id: int) -> list[OwnedTokens]:
+        return self._grown.get(block_id) or [OwnedTokens(block_id, self._block)]
 
 
 def tokens_of(request: Request, block: int) -> bytes:

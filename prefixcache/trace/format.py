@@ -1,5 +1,5 @@
 """The format of a trace: JSON Lines in the fields of Mooncake's traces, and three of our own. `recording` writes it and
-`reading` reads it; what a field is called, what it may hold and what an id stands for is said here only.
+`reading` reads it; only here is said what a field is called, what it may hold and what an id stands for.
 
     timestamp       milliseconds; of a recording since 1970
     call            "fetch" or "store"; missing, or "request": a prompt that is looked up and then stored
@@ -31,9 +31,13 @@ ID_BITS = 53  # of a recording's ids: what every reader of JSON keeps exactly
 WHAT = "a trace has one JSON object a line with timestamp, input_length, output_length and hash_ids, plain or gzip"
 GROWN = "write [[index in hash_ids, id of the tail, tokens of the tail], ...], or leave it out"
 
-Grown = tuple[
-    int, int, int
-]  # a block's index in its prompt, the id of the tail that it begins with, that tail's tokens
+
+class Grown(NamedTuple):
+    """A block that begins with an earlier prompt's tail: the block's place in its prompt, the tail's id and tokens."""
+
+    place: int
+    tail: int
+    tokens: int
 
 
 class LineError(ValueError):
@@ -60,7 +64,7 @@ class Line(NamedTuple):
 
 
 def block_keys(root: bytes, token_bytes: bytes, known: Sequence[bytes] = ()) -> list[bytes]:
-    """Return the chained key of each 256 tokens, and one of a tail. `known`: the first of them, where the caller has them."""
+    """Return the chained key of each 256 tokens, and one of a tail. `known`: the first keys, where the caller has them."""
     keys = list(known)
     for at in range(len(keys) * BLOCK * TOKEN_BYTES, len(token_bytes), BLOCK * TOKEN_BYTES):
         keys.append(chain(keys[-1] if keys else root, token_bytes[at : at + BLOCK * TOKEN_BYTES]))
@@ -94,13 +98,13 @@ def encode(line: Line) -> bytes:
     return json.dumps(fields | {"grown": line.grown} if line.grown else fields).encode() + b"\n"
 
 
-_TIME = b'{"timestamp": '  # how `encode` begins a line, and how it goes on behind the number
+_TIME = b'{"timestamp": '  # how `encode` begins a line; `_CALLS`: how it goes on behind the number
 _CALLS = [f', "call": "{call}", "block_size": {BLOCK}, '.encode() for call in (FETCH, STORE)]
-HEAD_BYTES = 80  # as many as the beginning of a line ever takes
+HEAD_BYTES = 80  # no beginning of a line is longer
 
 
 def begins_recording(head: bytes) -> bool:
-    """Return whether the first `HEAD_BYTES` of a file are a recording's, or all of the file what a crash left of one."""
+    """Tell whether the first `HEAD_BYTES` of a file are a recording's, or all that a crash left of one."""
     begun = re.match(re.escape(_TIME) + rb"\d{1,19}", head)
     if not begun:
         return _TIME.startswith(head)
@@ -177,7 +181,7 @@ def _grown(value: Any, ids: int) -> tuple[Grown, ...]:
             raise LineError(f"grown holds id {short(tail)}; write ids from 0 to 2**63 - 1")
         if tokens < 1:
             raise LineError(f"grown has a tail of {short(tokens)} tokens; write one token or more")
-    return tuple((index, tail, tokens) for index, tail, tokens in value)
+    return tuple(Grown(*item) for item in value)
 
 
 def short(value: int) -> str:

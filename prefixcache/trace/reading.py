@@ -54,7 +54,7 @@ class Request(NamedTuple):
     it. The last may stand for fewer tokens, or be missing: some traces give a tail no id. `call` is "request" for a prompt
     that is looked up and then stored, as in Mooncake's traces; the server's recordings have "fetch" and "store".
 
-    `grown` tells of blocks that begin with an earlier prompt's tail: the block's index in `ids`, the tail's id, its tokens.
+    `grown` are the blocks that begin with an earlier prompt's tail.
     """
 
     time: float
@@ -114,7 +114,7 @@ class Trace:
         if not least <= len(line.ids) <= most:
             said = f"hash_ids has {_ids_of(line)}, which is not one for each {self.block} tokens and at most one for a tail"
             raise _wrong(self.path, number, f"{said}; give the tokens that an id stands for with --block")
-        longest = max((tokens for _, _, tokens in line.grown), default=0)
+        longest = max((grown.tokens for grown in line.grown), default=0)
         if longest >= self.block:
             said = f"grown has a tail of {short(longest)} tokens, but an id stands for {self.block}"
             raise _wrong(self.path, number, f"{said}; write fewer than that, or leave grown out")

@@ -41,7 +41,7 @@ class Tails:
                 start = index * BLOCK * TOKEN_BYTES
                 tail = self._longest(parent, token_bytes[start : start + BLOCK * TOKEN_BYTES])
                 if tail is not None:
-                    grown.append((index, tail.id, tail.tokens))
+                    grown.append(Grown(index, tail.id, tail.tokens))
                 self._compared[block_id] = None
                 if len(self._compared) > self._limit:
                     self._compared.popitem(last=False)

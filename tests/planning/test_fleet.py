@@ -20,6 +20,7 @@ from prefixcache.planning.outcome import Cell, Fleet, FleetOutcome
 from prefixcache.planning.routing import COMMON, machines_of, sessions
 from prefixcache.planning.simulator import Prompts, simulate
 from prefixcache.planning.sizes import StateSizes
+from prefixcache.trace.format import Grown
 from prefixcache.trace.reading import Request, Trace
 from tests.planning.test_simulator import HYBRID, PLAIN, SLIDING, requests
 
@@ -320,8 +321,8 @@ def test_a_tail_that_grows_stays_in_its_session():
     """Of a recording, where the first block of a chat has another id in each turn."""
     turns = [
         Request(0.0, 100, 0, (1,), "fetch"),
-        Request(1.0, 200, 0, (2,), "store", ((0, 1, 100),)),
-        Request(2.0, 300, 0, (3, 4), "fetch", ((0, 2, 200),)),
+        Request(1.0, 200, 0, (2,), "store", (Grown(0, tail=1, tokens=100),)),
+        Request(2.0, 300, 0, (3, 4), "fetch", (Grown(0, tail=2, tokens=200),)),
     ]
     assert sessions(turns) == [1, 1, 1]
 

@@ -11,6 +11,7 @@ from prefixcache.planning.model import ModelState
 from prefixcache.planning.outcome import Cell
 from prefixcache.planning.simulator import Prompts, simulate, tokens_of
 from prefixcache.planning.sizes import StateSizes
+from prefixcache.trace.format import Grown
 from prefixcache.trace.reading import Request, Trace
 from tests.inside import inside
 from tests.planning.test_simulator import GB, PLAIN, by_turns, live_cache
@@ -135,7 +136,7 @@ def test_prompts_that_part_where_no_prompt_ended_share_whole_blocks_only(served)
 
 
 def call(ids: tuple[int, ...], tokens: int, *grown: tuple[int, int, int]) -> Request:
-    return Request(0.0, tokens, 0, ids, "store", grown)
+    return Request(0.0, tokens, 0, ids, "store", tuple(Grown(*each) for each in grown))
 
 
 def test_a_grown_block_begins_with_all_its_tails():
