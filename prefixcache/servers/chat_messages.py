@@ -1,11 +1,12 @@
 """A chat's messages as the model's template takes them, whichever API brought them: null means not given, `developer` is a
-system message, several system messages at the beginning are one, and what a template would drop or refuse becomes a message
-of the user. Called before a prompt is made of them; nothing here knows MLX.
+system message, several system messages at the beginning are one, and those that a template would drop or refuse become the
+user's. Called before a prompt is made of them; nothing here knows MLX.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from itertools import takewhile
 from typing import Any, NamedTuple
@@ -16,11 +17,11 @@ Message = dict[str, Any]
 Content = str | list[dict[str, Any]]
 
 IMAGES = ("image_url", "input_image", "image")  # types of parts that mlx-lm takes for images
-MARK = "marker"  # a message's content, where a template is asked
+MARK = "marker"  # the content of messages by which a template is tried, with their place
 
 
 class TemplateRoles(NamedTuple):
-    """Which messages a template takes: a system message at the beginning, one later, two of the user in a row."""
+    """Whether a template takes a system message at the beginning, one later, two of the user in a row."""
 
     leading_system: bool = True
     late_system: bool = True
@@ -28,36 +29,30 @@ class TemplateRoles(NamedTuple):
 
 
 def template_roles(tokenizer: Any) -> TemplateRoles:
-    """Return which messages the chat template of mlx-lm's wrapper takes; all where it has none, since mlx-lm then has one."""
+    """Return what the chat template of a tokenizer of mlx-lm's takes: all where it has none, since mlx-lm's own takes all."""
     if not tokenizer.has_chat_template:
         return TemplateRoles()
     return roles_of(lambda chat: tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
 
 
 def roles_of(render: Callable[[list[Message]], str]) -> TemplateRoles:
-    """Return which messages the template of `render` takes: it neither raises an exception of them, nor leaves them out, nor
-    moves them (a later system message at the beginning would change all that is cached). It is asked with short chats; where
-    it renders not even those that every template should, it counts as one that takes all.
+    """Return what the template of `render` takes, found by rendering short chats. A message is taken that it neither raises
+    an exception of, nor leaves out, nor moves: a later system message at the beginning would change all that is cached. Where
+    it doesn't render the chat without that message either, nothing is known, and it counts as taken.
     """
 
-    def takes(*roles: str, asked: int) -> bool:
+    def takes(*roles: str, doubtful: int) -> bool:
         chat = [{"role": role, "content": f"{MARK}{place}"} for place, role in enumerate(roles)]
-        return _has_in_order(_rendered(render, chat), chat) or not _rendered(render, chat[:asked] + chat[asked + 1 :])
+        in_order = ".*".join(message["content"] for message in chat)
+        if re.search(in_order, _rendered(render, chat), re.DOTALL):
+            return True
+        return not _rendered(render, chat[:doubtful] + chat[doubtful + 1 :])
 
     return TemplateRoles(
-        takes("system", "user", asked=0),
-        takes("user", "assistant", "system", "user", asked=2),
-        takes("user", "user", asked=1),
+        leading_system=takes("system", "user", doubtful=0),
+        late_system=takes("user", "assistant", "system", "user", doubtful=2),
+        users_in_a_row=takes("user", "user", doubtful=1),
     )
-
-
-def _has_in_order(text: str, chat: list[Message]) -> bool:
-    place = 0
-    for message in chat:
-        place = text.find(message["content"], place) + 1
-        if place == 0:
-            return False
-    return True
 
 
 def _rendered(render: Callable[[list[Message]], str], chat: list[Message]) -> str:
@@ -68,21 +63,21 @@ def _rendered(render: Callable[[list[Message]], str], chat: list[Message]) -> st
 
 
 def for_template(messages: list[Message], roles: TemplateRoles, *, images: bool) -> list[Message]:
-    """Return messages of their own, as a template with these roles takes them. `images`: whether the model does.
+    """Return new messages, as a template with these roles takes them. `images`: whether the model reads images.
     RequestRefused for parts and calls that can't be read.
     """
     plain = [_plain(f"messages.{place}", message, images=images) for place, message in enumerate(messages)]
     leading = len(list(takewhile(lambda message: message["role"] == "system", plain)))
-    chat = _one_of_each_run(plain[:leading], "system") + plain[leading:]
+    chat = _runs_joined(plain[:leading], "system") + plain[leading:]
     for place, message in enumerate(chat):
         taken = roles.leading_system if place == 0 else roles.late_system
         if message["role"] == "system" and not taken:
             message["role"] = "user"
-    return chat if roles.users_in_a_row else _one_of_each_run(chat, "user")
+    return chat if roles.users_in_a_row else _runs_joined(chat, "user")
 
 
-def _one_of_each_run(messages: list[Message], role: str) -> list[Message]:
-    """Return the messages with one in the place of several of this role in a row."""
+def _runs_joined(messages: list[Message], role: str) -> list[Message]:
+    """Return the messages, those of this role in a row as one."""
     chat: list[Message] = []
     for message in messages:
         if chat and message["role"] == chat[-1]["role"] == role:

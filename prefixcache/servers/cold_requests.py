@@ -1,5 +1,5 @@
-"""Why requests were cold: what the log, /metrics and `prefixcache top` say of those that hit little of their prompt.
-Positions and names of parts, never a text. `mlx_lm.http_server` tells them when they are answered.
+"""Why requests were cold: what the log, /metrics and `prefixcache top` say of those that hit little of their prompt, in
+positions and names of parts, never with a text. `mlx_lm.http_server` tells of each when it is answered.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from prefixcache.tiers.parting import REASONS, Parting
 log = logging.getLogger("prefixcache")
 
 NO_PART = "none"  # of a prompt that did not part from anything
-AT_ONCE = 4  # requests whose parts are looked for; of more at a time the part is not told
+AT_ONCE = 4  # requests whose parts are looked for at a time; of more than that the part is not told
 
 
 class ColdRequest(NamedTuple):
@@ -29,7 +29,7 @@ class ColdRequest(NamedTuple):
     part: Part
 
     def in_words(self) -> str:
-        """Return the line of the log."""
+        """Return what the log says of it."""
         tokens, hit, position, reason = self.parting
         if self.part.name != NO_PART:
             parted = f"it parts from what is stored at token {position:,}, in {self.part.in_words()}; "
@@ -38,15 +38,17 @@ class ColdRequest(NamedTuple):
         return f"cold, {hit:,} of {tokens:,} tokens hit: {parted}{REASONS[reason]}"
 
     def fields(self) -> dict[str, Any]:
-        """Return the same for a log of JSON."""
-        fields = {"prompt_tokens": self.parting.tokens, "hit_tokens": self.parting.hit}
-        message = {"cold_message": self.part.number, "cold_messages": self.part.total} if self.part.number else {}
-        named = {"cold_at": self.parting.position, "cold_part": self.part.name, "cold_reason": self.parting.reason}
-        return {**fields, **named, **message}
+        """Return the same as fields, for a log of JSON."""
+        tokens, hit, position, reason = self.parting
+        fields: dict[str, Any] = {"prompt_tokens": tokens, "hit_tokens": hit}
+        fields |= {"cold_at": position, "cold_part": self.part.name, "cold_reason": reason}
+        if self.part.number:
+            fields |= {"cold_message": self.part.number, "cold_messages": self.part.total}
+        return fields
 
 
 class ColdRequests(Collector):
-    """Those of one server, counted since its start, and the last one. Thread-safe: `_lock` guards both."""
+    """The cold requests of one server: their counts since its start, and the last one. Thread-safe: `_lock` guards both."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -55,7 +57,7 @@ class ColdRequests(Collector):
         self._last: ColdRequest | None = None
 
     def tell(self, request_id: str, parting: Parting, find_part: Callable[[], Part]) -> None:
-        """Log and count a request. `find_part` looks for the part of its prompt in which it parted."""
+        """Log and count a request. `find_part` returns the part of its prompt in which it parted."""
         cold = ColdRequest(parting, self._part_by(find_part) if parting.has_parted else Part(NO_PART))
         with self._lock:
             self._counts[cold.part.name, parting.reason] += 1

@@ -14,7 +14,7 @@ from prefixcache.servers.apis.messages import Messages
 from prefixcache.servers.apis.responses import Responses
 from prefixcache.servers.canonical import RULES, TemplateChat, canonical
 from prefixcache.servers.chat_messages import TemplateRoles, for_template
-from prefixcache.servers.prompt_parts import TEXT, UNKNOWN, ChatText, Part, place_of, render_by, shared
+from prefixcache.servers.prompt_parts import TEXT, UNKNOWN, ChatText, Part, common_length, place_of, render_by
 from prefixcache.servers.request_schema import ChatRequest, RequestRefused, TextRequest, checked
 
 BLOCKS = {"tool_use", "tool_result", "thinking", "redacted_thinking"}  # types that only /v1/messages has
@@ -130,6 +130,6 @@ def compare(reader: RequestReader, first: Json, second: Json, *, rules: Sequence
 
 def _side(text: PromptText, other: PromptText, common: int) -> Side:
     place = text.place_of(common)
-    shown = shared(text.text, other.text) if place is None else place
+    shown = common_length(text.text, other.text) if place is None else place
     before, behind = text.text[max(shown - AROUND, 0) : shown], text.text[shown : shown + AROUND]
     return Side(len(text.tokens), text.part_at(place), before, behind)

@@ -1,8 +1,8 @@
 """In which part of a chat a place of its prompt's text lies: the system text, the tools, a message, or what the template
 writes by itself.
 
-Templates look ahead and move things about, so nothing is guessed: a part is marked, the chat is rendered again, and where the
-mark comes out the part is. What the mark changes elsewhere, or leaves out, is not known (decision 0045).
+Templates look ahead and move things about, so nothing is guessed: a part is marked, and the chat is rendered again. The part
+is where the mark comes out. Where the text changes before or behind that, too, nothing is told (decision 0045).
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
-Message = dict[str, Any]
+from prefixcache.servers.chat_messages import Message
+
 Tools = list[dict[str, Any]]
 
 SYSTEM, TOOLS, MESSAGE, TEMPLATE, TEXT, UNKNOWN = "system", "tools", "message", "template", "text", "unknown"
@@ -26,19 +27,20 @@ WORDS = {
     TEXT: "the text",
     UNKNOWN: "a part that can't be told",
 }
-MARKS = tuple(f"qzx{place}jkv" for place in range(8))  # one that the text has not is taken
+MARKS = tuple(f"qzx{number}jkv" for number in range(8))  # the first that the text doesn't have is taken
 LONGEST = 1 << 22  # characters of a text that is looked at
+AS_IS = ("role", "type", "id", "tool_call_id")  # fields that templates compare: they get no mark
 
 
 class Part(NamedTuple):
-    """A part of a prompt. `number`: of a message of `total`, counted from 1; 0 where it can't be told."""
+    """A part of a prompt. `number`: which message it is of `total`, counted from 1; 0 of what is none or can't be told."""
 
     name: str
     number: int = 0
     total: int = 0
 
     def in_words(self) -> str:
-        """Return what a line of the log calls it."""
+        """Return the part's name for people."""
         return f"message {self.number} of {self.total}" if self.number else WORDS[self.name]
 
 
@@ -77,10 +79,19 @@ def place_of(tokenizer: Any, text: str, tokens: Sequence[int], position: int) ->
     return int(encoded.offsets[position][0])
 
 
+class Around(NamedTuple):
+    """The messages around a place, as far as they can be told: the `last` one that begins at or before it, -1 for none, and
+    the first one that begins behind it.
+    """
+
+    last: int
+    following: int
+
+
 @dataclass(frozen=True)
 class ChatText:
-    """A chat as the template's text. It is rendered again some ten times, and once more each time that the number of its
-    messages doubles, to find one place.
+    """A chat as the template's text. To find one place it is rendered again some ten times, and once more for each doubling
+    of its messages.
     """
 
     render: Render
@@ -93,11 +104,11 @@ class ChatText:
 
     @cached_property
     def mark(self) -> str:
-        """A text that it does not have."""
+        """A mark that the text doesn't have; "" where it has all."""
         return next((mark for mark in MARKS if mark not in self.text), "")
 
     def part_at(self, place: int) -> Part:
-        """Return the part in which a character of the text lies; at the end of a part, that part, which may go on."""
+        """Return the part in which a character of the text lies. The end of a part counts as in it: it may go on."""
         if len(self.text) > LONGEST or not self.mark:
             return Part(UNKNOWN)
         if self._is_of_tools(place):
@@ -130,17 +141,14 @@ class ChatText:
             return False
         without = self._rendered(self.messages, None)
         more = self._rendered(self.messages, [*self.tools, {"type": "function", "function": {"name": self.mark}}])
-        if without is None or more is None or self.mark not in more:
+        if not without or self.mark not in more:
             return False
-        begin, end = shared(self.text, without), shared(self.text, more)
+        begin, end = common_length(self.text, without), common_length(self.text, more)
         return begin <= place <= end and not (place == begin == self._end(0))  # a system text that ends there may go on
 
     # -- messages -----------------------------------------------------------------------------------------------------
 
-    def _around(self, place: int) -> tuple[int, int]:
-        """Return the last message that begins at or before a place, -1 for none, and the first one behind it, as far as they
-        can be told.
-        """
+    def _around(self, place: int) -> Around:
         before, behind = -1, len(self.messages)
         while behind - before > 1:
             middle = (before + behind) // 2
@@ -151,52 +159,46 @@ class ChatText:
                 break
             number, begin = known
             before, behind = (number, behind) if begin <= place else (before, number)
-        return before, behind
+        return Around(before, behind)
 
     def _begin(self, number: int) -> int | None:
         """Return where the first text of a message begins."""
-        marked = self._with(number, at_end=False)
-        place = marked.find(self.mark) if marked is not None else -1
-        return place if marked is not None and place >= 0 and self.text[:place] == marked[:place] else None
+        before, mark, _ = self._with_mark(number, at_end=False).partition(self.mark)
+        return len(before) if mark and self.text.startswith(before) else None
 
     def _end(self, number: int) -> int | None:
         """Return where the last text of a message ends."""
-        marked = self._with(number, at_end=True)
-        place = marked.rfind(self.mark) if marked is not None else -1
-        if marked is None or place < 0:
-            return None
-        rest = marked[place + len(self.mark) :]
-        return len(self.text) - len(rest) if self.text.endswith(rest) else None
+        _, mark, behind = self._with_mark(number, at_end=True).rpartition(self.mark)
+        return len(self.text) - len(behind) if mark and self.text.endswith(behind) else None
 
     def _closed(self, number: int) -> int | None:
         """Return where all that belongs to a message ends, and the next one, or the answer, begins."""
         beginning = self._rendered(self.messages[: number + 1], self.tools, answer_follows=False)
-        return len(beginning) if beginning is not None and self.text.startswith(beginning) else None
+        return len(beginning) if beginning and self.text.startswith(beginning) else None
 
-    def _with(self, number: int, *, at_end: bool) -> str | None:
+    def _with_mark(self, number: int, *, at_end: bool) -> str:
+        """Return the text with each text of a message marked; "" where that can't be rendered."""
         try:
-            changed = _marked(self.messages[number], self.mark, at_end=at_end)
+            marked = _marked(self.messages[number], self.mark, at_end=at_end)
         except ValueError:  # arguments that are no JSON
-            return None
-        return self._rendered([*self.messages[:number], changed, *self.messages[number + 1 :]], self.tools)
+            return ""
+        return self._rendered([*self.messages[:number], marked, *self.messages[number + 1 :]], self.tools)
 
-    def _rendered(self, messages: list[Message], tools: Tools | None, *, answer_follows: bool = True) -> str | None:
+    def _rendered(self, messages: list[Message], tools: Tools | None, *, answer_follows: bool = True) -> str:
+        """Return the text of another chat; "" where the template raises an exception of it."""
         try:
             return self.render(messages, tools, answer_follows=answer_follows)
-        except Exception:  # a template raises what it likes of another chat
-            return None
+        except Exception:  # it may be any
+            return ""
 
 
-def shared(text: str, other: str) -> int:
-    """Return how many leading characters both texts have."""
+def common_length(text: str, other: str) -> int:
+    """Return how many leading characters two texts share."""
     low, high = 0, min(len(text), len(other))
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if text[low:middle] == other[low:middle] else (low, middle - 1)
     return low
-
-
-NAMES = ("role", "type", "id", "tool_call_id")  # of a message's and a tool's fields, those that templates compare
 
 
 def _marked(value: Any, mark: str, *, at_end: bool) -> Any:
@@ -207,7 +209,7 @@ def _marked(value: Any, mark: str, *, at_end: bool) -> Any:
         return [_marked(item, mark, at_end=at_end) for item in value]
     if isinstance(value, dict):
         return {
-            name: item if name in NAMES else _marked(_read(item) if name == "arguments" else item, mark, at_end=at_end)
+            name: item if name in AS_IS else _marked(_read(item) if name == "arguments" else item, mark, at_end=at_end)
             for name, item in value.items()
         }
     return value

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from mlx_lm.utils import load_tokenizer
 
-from prefixcache.servers.prompt_parts import MESSAGE, SYSTEM, TEMPLATE, TOOLS, ChatText, Part, place_of, shared
+from prefixcache.servers.prompt_parts import MESSAGE, SYSTEM, TEMPLATE, TOOLS, ChatText, Part, common_length, place_of
 from tests.servers.serving import TINY
 
 TURN = "{{ '<|' + m.role + '|>' + m.content|trim + '<|end|>' }}"
@@ -107,7 +107,7 @@ def test_two_chats_that_differ_in_a_message_part_in_it(template, messages, tools
     other[number]["content"] = data.draw(WORD)
     mine, theirs = ChatText(render, messages, tools), ChatText(render, other, tools)
     assume(mine.text != theirs.text)
-    told = mine.part_at(shared(mine.text, theirs.text))
+    told = mine.part_at(common_length(mine.text, theirs.text))
     assert told in (right(messages, number), Part(MESSAGE))
     if template == "turns":
         assert told == right(messages, number)
@@ -122,7 +122,7 @@ def test_chats_that_differ_in_their_tools_part_there(template, messages, tools, 
     other = [*tools[:place], more, *tools[place + replaced :]]
     mine, theirs = ChatText(render, messages, tools), ChatText(render, messages, other)
     assume(mine.text != theirs.text)
-    assert mine.part_at(shared(mine.text, theirs.text)) == Part(TOOLS)
+    assert mine.part_at(common_length(mine.text, theirs.text)) == Part(TOOLS)
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
@@ -133,7 +133,7 @@ def test_a_chat_that_goes_on_parts_behind_what_both_say(template, messages, tool
     said = data.draw(st.sampled_from(users))
     longer, shorter = ChatText(render, messages, tools), ChatText(render, messages[: said + 1], tools)
     assume(longer.text != shorter.text)
-    told = longer.part_at(shared(longer.text, shorter.text))
+    told = longer.part_at(common_length(longer.text, shorter.text))
     if told.name == MESSAGE and told.number:
         assert told.number > said or template == "looks ahead"  # where the reasoning before it goes
 
