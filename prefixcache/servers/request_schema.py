@@ -22,6 +22,7 @@ SALT_LIMIT = 1024  # characters of a request's cache_salt
 STOPS, STOP_LIMIT = 64, 1024  # stop texts in a request, and characters of one
 COLDEST = 2e-4  # of temperatures: below it half precision leaves no token a finite probability, so it means 0
 SHOWN = 40  # characters of a value in an error
+HALF_A_PAIR = re.compile("[\ud800-\udfff]")  # of surrogates
 SECRET = {"cache_salt"}  # fields whose value no error repeats
 TEMPLATE = "chat_template"
 TEMPLATES_OWN = {  # keywords of a chat template's call that are not its variables
@@ -53,7 +54,7 @@ class RequestRefused(ValueError):
 
 
 class Said(NamedTuple):
-    """In a field's annotation: how docs and errors say what it may be, where its type and range don't."""
+    """In a field's annotation: what docs and errors say that it may be, in place of its type and range."""
 
     text: str
 
@@ -90,15 +91,17 @@ Object = dict[str, Any]
 Ttl = Literal["5m", "1h"]
 
 
-class _RequestPart(BaseModel):
+class RequestPart(BaseModel):
+    """A request, or an object in it. Fields that it doesn't know pass as they are."""
+
     model_config = ConfigDict(strict=True, extra="allow")
 
 
-class StreamOptions(_RequestPart):
+class StreamOptions(RequestPart):
     include_usage: bool | None = False
 
 
-class ResponseFormat(_RequestPart):
+class ResponseFormat(RequestPart):
     type: Literal["text"]
 
 
@@ -113,16 +116,14 @@ class CacheWish(BaseModel):
     session: Annotated[str, Field(min_length=1, max_length=SESSION_LIMIT)] | None = None
 
 
-class Message(_RequestPart):
+class Message(RequestPart):
     role: Annotated[str, Field(min_length=1)]
     content: Annotated[str | list[Object] | None, Said("a text or a list of parts")] = None
     tool_calls: list[Object] | None = None
 
 
-class GenerationRequest(BaseModel):
-    """What requests of both kinds may say. A field that is null is not given."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
+class GenerationRequest(RequestPart):
+    """What requests of each kind may say. A field that is null is not given."""
 
     model: Name = Field(
         "default_model", description="The model; `default_model` is the one that the server started with."
@@ -241,12 +242,12 @@ def checked(kind: type[GenerationRequest], body: Any, *, allow_chat_template: bo
     if not isinstance(body, dict):
         raise RequestRefused("the body must be a JSON object")
     given = {name: value for name, value in body.items() if value is not None}
-    if (place := _lone_surrogate(given)) is not None:
-        raise RequestRefused(f"{_wanted(kind, place)}: it has half of a surrogate pair, which is no character")
+    if (name := _field_with_half_a_pair(given)) is not None:
+        raise RequestRefused(f"{_wanted(kind, name)}: it has half of a surrogate pair, which is no character")
     try:
         request = kind.model_validate(given)
     except ValidationError as error:
-        raise RequestRefused(_told(kind, given, error)) from None
+        raise RequestRefused(_first_wrong(kind, given, error)) from None
     read = {name: getattr(request, name) for name in request.model_fields_set & kind.model_fields.keys()}
     given |= {name: value for name, value in read.items() if not isinstance(value, (BaseModel, list, dict))}
     if request.stop is not None:
@@ -263,27 +264,25 @@ def _with_template(given: dict[str, Any], *, allowed: bool) -> dict[str, Any]:
     for name in variables:
         if name in TEMPLATES_OWN:
             raise RequestRefused(f"chat_template_kwargs.{name} is not a variable of a chat template; leave it out")
-    template = given.pop(TEMPLATE, None)
+    place = TEMPLATE if TEMPLATE in given else f"chat_template_kwargs.{TEMPLATE}"
+    template = given.pop(TEMPLATE, variables.pop(TEMPLATE, None))
     if template is not None:
+        if not allowed:
+            raise RequestRefused(NO_TEMPLATE.format(place))
+        if not isinstance(template, str):
+            raise RequestRefused(f"{place} must be a string, not {shown(template)}")
         variables[TEMPLATE] = template
-    if (brought := variables.get(TEMPLATE, template)) is None:
-        variables.pop(TEMPLATE, None)
-    elif not allowed:
-        raise RequestRefused(
-            NO_TEMPLATE.format(TEMPLATE if template is not None else f"chat_template_kwargs.{TEMPLATE}")
-        )
-    elif not isinstance(brought, str):
-        raise RequestRefused(f"chat_template_kwargs.{TEMPLATE} must be a string, not {shown(brought)}")
     return {**given, "chat_template_kwargs": variables} if variables else given
 
 
 # -- what is wrong ----------------------------------------------------------------------------------------------------
 
 
-def _told(kind: type[GenerationRequest], given: dict[str, Any], error: ValidationError) -> str:
+def _first_wrong(kind: type[GenerationRequest], given: dict[str, Any], error: ValidationError) -> str:
+    """Return what the first field that is wrong must be, and what is wrong in it."""
     first = error.errors(include_url=False, include_context=False)[0]
     name, *inside = map(str, first["loc"])
-    text = _wanted(kind, (name,))
+    text = _wanted(kind, name)
     if name in SECRET or (first["type"] == "missing" and not inside):
         return text
     if not (place := _dotted(inside)):
@@ -291,8 +290,8 @@ def _told(kind: type[GenerationRequest], given: dict[str, Any], error: Validatio
     return f"{text}: {place} is wrong, {shown(first['input'])}"
 
 
-def _wanted(kind: type[GenerationRequest], place: tuple[str, ...]) -> str:
-    name = place[0]
+def _wanted(kind: type[GenerationRequest], name: str) -> str:
+    """Return what a field must be, in words."""
     field = kind.model_fields.get(name)
     return f"{_printable(name)} must be {value_of(field) if field is not None else 'Unicode text'}"
 
@@ -303,7 +302,7 @@ def _dotted(place: list[str]) -> str:
 
 
 def shown(value: Any) -> str:
-    """Return a value as JSON has it, cut to be read."""
+    """Return a value as JSON, short enough for an error; of a list or an object its length."""
     if isinstance(value, (list, dict)):
         return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)}"
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10**SHOWN:
@@ -316,7 +315,7 @@ def _printable(text: str) -> str:
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
-def _lone_surrogate(given: dict[str, Any]) -> tuple[str, ...] | None:
+def _field_with_half_a_pair(given: dict[str, Any]) -> str | None:
     """Return the field that has, however deep, a text with half of a surrogate pair. UTF-8 has no bytes for it, so neither
     tokenizers nor logs survive it.
     """
@@ -325,17 +324,14 @@ def _lone_surrogate(given: dict[str, Any]) -> tuple[str, ...] | None:
         while waiting:
             value = waiting.pop()
             if isinstance(value, str):
-                if not value.isascii() and _HALF.search(value):
-                    return (name,)
+                if not value.isascii() and HALF_A_PAIR.search(value):
+                    return name
             elif isinstance(value, dict):
                 waiting += value.keys()
                 waiting += value.values()
             elif isinstance(value, list):
                 waiting += value
     return None
-
-
-_HALF = re.compile("[\ud800-\udfff]")
 
 
 # -- the docs ---------------------------------------------------------------------------------------------------------
@@ -354,7 +350,7 @@ def rows(kind: type[GenerationRequest]) -> Iterator[FieldRow]:
     """Give the fields that this kind adds to those of its base, in the order in which they are declared."""
     base: Any = kind.__base__
     for name, field in kind.model_fields.items():
-        if name in getattr(base, "model_fields", {}):
+        if name in base.model_fields:
             continue
         default = "needed" if field.is_required() else "" if field.default is None else f"`{json.dumps(field.default)}`"
         yield FieldRow(name, value_of(field), default, field.description or "")

@@ -11,12 +11,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Any, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from prefixcache.servers.apis import Event, Json, as_chat, error_type
 from prefixcache.servers.request_schema import (
     Count,
     GenerationRequest,
+    RequestPart,
     RequestRefused,
     ResponseFormat,
     Said,
@@ -30,10 +31,8 @@ STORED_ITEMS = ("item_reference", "compaction")
 TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 
 
-class AnswerText(BaseModel):
+class AnswerText(RequestPart):
     """What a request may say of the answer's text. Other fields of it are ignored."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
 
     format: ResponseFormat | None = None
 

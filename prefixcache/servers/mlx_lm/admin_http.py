@@ -25,24 +25,25 @@ log = logging.getLogger("prefixcache")
 PATH = "/prefixcache/"
 BODY_HEADERS = ("Content-Length", "Transfer-Encoding")  # of a request that has a body
 BODY_LIMIT = 1 << 26  # bytes of a request: prompts are in it
-OF_PROXIES = re.compile("x-forwarded-.*|x-real-ip|forwarded|via|cf-connecting-ip|true-client-ip|x-client-ip")
-OF_BROWSERS = re.compile("origin|referer|sec-fetch-.*")
+FOREIGN_HEADERS = {  # by who sends them: no program on this machine
+    "proxy": re.compile("x-forwarded-.*|x-real-ip|forwarded|via|cf-connecting-ip|true-client-ip|x-client-ip"),
+    "browser": re.compile("origin|referer|sec-fetch-.*"),
+}
 REMEDY = "start the server with --admin-key-file, and send its key as `Authorization: Bearer KEY`"
 LOCAL_NAME = re.compile(r"(localhost|127\.[0-9.]+|\[::1\])(:[0-9]{1,5})?")
 
 
 class AdminPath:
-    """What a server's HTTP handler calls for the paths that begin with `PATH`. `key`: b"" for none."""
+    """Answers the paths of a server that begin with `PATH`. `key`: b"" for none."""
 
     def __init__(self, admin: Admin, key: bytes):
         self._admin, self._key = admin, key
 
     def answer(self, handler: BaseHTTPRequestHandler, read_body: Callable[[int], bytes]) -> None:
-        """Read a request whose headers were read, and answer it; RequestRefused where it can't be."""
+        """Read the body of a request, and answer it; RequestRefused where it can't be answered."""
         try:
             has_body = any(name in handler.headers for name in BODY_HEADERS)
-            # also of who may not ask: else the answer might not arrive
-            content = read_body(BODY_LIMIT) if has_body else b""
+            content = read_body(BODY_LIMIT) if has_body else b""  # before a refusal, too: else that might not arrive
             self._check_sender(handler)
             name = handler.path.partition("?")[0].removeprefix(PATH)
             result = self._admin.answer(handler.command, name, _body_of(handler, content))
@@ -53,7 +54,7 @@ class AdminPath:
             raise RequestRefused("it failed; see the server's log", 500) from None
         if isinstance(result, dict):
             body = json.dumps(result).encode() + b"\n"
-            _begin(handler, "application/json", ("Content-Length", str(len(body))))
+            _begin(handler, "application/json", len(body))
             handler.wfile.write(body)
         else:
             _stream(handler, result)
@@ -75,12 +76,12 @@ class AdminPath:
 
 
 def _why_not_local(handler: BaseHTTPRequestHandler) -> str:
-    """Return why a request isn't surely of a program on this machine; "" where it is."""
+    """Return why a request may not be of a program on this machine; "" where it surely is."""
     if not is_loopback(str(handler.client_address[0])):
         return "this comes from another machine"
     for name in handler.headers:
-        for sender, of_sender in (("proxy", OF_PROXIES), ("browser", OF_BROWSERS)):
-            if of_sender.fullmatch(name.lower()):
+        for sender, headers in FOREIGN_HEADERS.items():
+            if headers.fullmatch(name.lower()):
                 return f"this has the header {name}, of a {sender}"
     if handler.request_version == "HTTP/1.0":  # nginx's to what is behind it, when it is told nothing else
         return "this is HTTP/1.0, as of a proxy"
@@ -106,15 +107,17 @@ def _body_of(handler: BaseHTTPRequestHandler, content: bytes) -> dict[str, Any]:
     return body
 
 
-def _begin(handler: BaseHTTPRequestHandler, kind: str, *headers: tuple[str, str]) -> None:
+def _begin(handler: BaseHTTPRequestHandler, kind: str, length: int | None = None) -> None:
     handler.send_response(200)
-    for name, value in (("Content-Type", kind), ("Cache-Control", "no-store"), *headers):
-        handler.send_header(name, value)
+    handler.send_header("Content-Type", kind)
+    handler.send_header("Cache-Control", "no-store")
+    if length is not None:
+        handler.send_header("Content-Length", str(length))
     handler.end_headers()
 
 
 def _stream(handler: BaseHTTPRequestHandler, results: Iterator[dict[str, Any]]) -> None:
-    """Send results as they come, an object a line; the end of the connection is theirs. Who goes away ends them."""
+    """Send results as they come, an object a line, until the connection ends. A client that goes away ends the operation."""
     try:
         first = next(results, {})  # only what has begun is ended by `close`
         _begin(handler, "application/x-ndjson")
