@@ -54,8 +54,8 @@ class Generator:
     """mlx-lm's loop (`upstream.Loop`), on its own `thread`, with requests that can be deferred. It stands where mlx-lm's
     HTTP handler has its `ResponseGenerator`.
 
-    `before`: called on that thread when the default model is loaded, before the first request. `ready` is set after it, or
-    when that failed; `failure` says why. `model`: of the model that is loaded, a line for the log; "" of none.
+    `before`: called on that thread when the default model is loaded, before the first request. `ready` is set afterwards, or
+    when loading failed; `failure` says why. `model`: a line for the log about the model that is loaded; "" where none is.
     """
 
     def __init__(
@@ -77,11 +77,11 @@ class Generator:
         self.answering: set[Answers] = set()
         self.under_way = PromptsUnderWay(whole_blocks=not exact_prefill)
         self._before = before
-        self._taken = 0  # requests, since mlx-lm's loop was entered
+        self._taken = 0  # requests since mlx-lm's loop was last entered
         self._deferred: deque[DeferredRequest] = deque()
         self._idle_pool = IdlePool()
         self.idle = IdleWork(lambda: self.stopped or self.request_waits())
-        self._polls = 0  # how often the loop has asked for a request: it has then stored what it answered before
+        self._polls = 0  # how often the loop has asked for a request; what it answered before that is then stored
         self.prompts = TenantPromptCache(cache, self._stored, _rows_suffix(provider.cli_args), exact_prefill)
         self.prompts.shared_under_way = self._shared_under_way
         provider.on_load = self._loaded
@@ -107,8 +107,8 @@ class Generator:
         self.turns.stop(self.loop)
 
     def wait_for_stores(self, seconds: float) -> bool:
-        """Wait until the loop has stored what it has answered so far: a client has its answer before that. False if it
-        was busy with a step for so long.
+        """Wait until the loop has stored what it has answered so far: a client has its answer before that. Return False
+        when a step has kept it busy for so many seconds.
         """
         before, until = self._polls, time.monotonic() + seconds
         self.requests.put((WAKE, None, None))
@@ -161,8 +161,8 @@ class Generator:
         return self.turns.stream(self._stream, options)
 
     def _stream(self, *, prompt: Sequence[int], **options: Any) -> Iterator[Any]:
-        """Answer a request that is served by itself: `prompt` are the tokens beyond its hit. If the model fails on the
-        hit's layers, all of the request is computed.
+        """Answer a request that is served by itself; `prompt` are the tokens beyond its hit. If the model fails on the
+        hit's layers, the request is computed from its first token on.
         """
         request: TokenizedRequest = request_of(prompt)
         depth, begun = len(request.tokenized[0]) - len(prompt), False
@@ -181,7 +181,7 @@ class Generator:
         yield from self._stream_rest(request, 0, **{**options, **anew})
 
     def _from_the_start(self, request: TokenizedRequest, layers: list[Any]) -> dict[str, Any]:
-        """Return the options to compute a request with no hit. `layers`, which mlx-lm stores in the end, become new ones."""
+        """Return the options that compute a request without its hit. `layers`, which mlx-lm stores in the end, become new."""
         nets = self.model_provider.nets
         layers[:] = [layer for net in nets for layer in make_prompt_cache(net)]
         tokens = list(request.tokenized[0])
@@ -215,7 +215,7 @@ class Generator:
         calibration = calibration_of(cache, name, *map(str, filter(None, model_key[:2])))
         self.model = (
             f"model {model_key[0]}: {name}, {size(weights)} of weights; "
-            f"RAM budget {size(stats.ram_limit)} (ram={stats.ram_setting})" + f"; {calibration}" * bool(calibration)
+            f"RAM budget {size(stats.ram_limit)} (ram={stats.ram_setting}){calibration and f'; {calibration}'}"
         )
         if cache.ranks is None:
             compile_kernels(cache, self.model_provider.model, name)
@@ -230,7 +230,7 @@ class Generator:
         return self.loop.generate(request, args, *others, **options)
 
     def stop_answering(self) -> None:
-        """Tell all that ask that the server ends, and let what is under way end at its next token; call it until the thread
+        """Tell all clients that the server ends, and let answers under way end at their next token. Call it until the thread
         has ended.
         """
         for answers in list(self.answering):
@@ -244,7 +244,7 @@ class Generator:
     # -- requests before their turn -----------------------------------------------------------------------------------
 
     def next_request(self, timeout: float | None) -> Any:
-        """Return the next request that can begin. None when there is none, also when one came that must wait.
+        """Return the next request that can begin; None when there is none, or the one that came must wait.
 
         `timeout`: seconds to wait for one; None: a batch goes on, and the loop does not wait.
         """
@@ -297,7 +297,7 @@ class Generator:
         return item
 
     def _waits_for(self, request: Any, tokenized: TokenizedRequest, answers: Answers) -> Wait | None:
-        """Return a request's wait. None: it waits for nothing, and is under way from here on."""
+        """Return what a request waits for; None where it doesn't, and is under way from here on."""
         prompt, request_log = tokenized.prompt, _log_of(request)
         match = self.prompts.cache.match(prompt)
         self.prompts.hear_of_chunks(all_of_them=False)  # they count in `match`
@@ -317,8 +317,8 @@ class Generator:
         return awaited
 
     def _shared_under_way(self, prompt: Prompt) -> int:
-        """Return how many tokens a prompt shares with one that is computed now, of a model that is hit at boundaries only.
-        Ranks don't ask: rank 0 alone knows what is under way.
+        """Return how many tokens a prompt shares with one that is computed now; 0 of a model that is hit anywhere, since it
+        needs no snapshot there, and on several ranks, since rank 0 alone knows what is under way.
         """
         if self.model_provider.sliceable or self.prompts.cache.ranks is not None:
             return 0
@@ -382,9 +382,8 @@ class Generator:
         )
 
     def tokenize(self, tokenizer: Any, request: Any, args: Any) -> Any:
-        """Return what mlx-lm's `_tokenize` gives, from before the request's turn if possible; the tokens say whose they are.
-
-        A request whose model was loaded for it waits for the SSD here: nobody else is served then.
+        """Return what mlx-lm's `_tokenize` gives, with tokens that say whose they are. Most requests were tokenized before
+        their turn; one whose model had to be loaded first waits for the SSD here, and nobody is served meanwhile.
         """
         known: TokenizedRequest | None = getattr(request, "tokenized", None)
         request.tokenized = None
@@ -422,7 +421,9 @@ def _ends_turn(request: Any, tokenizer: Any) -> bool:
 
 
 def _rows_suffix(args: Any) -> str:
-    """Name the form that --kv-bits gives rows. A server without it can't batch them, so their names must differ."""
+    """Return the suffix of models' names that says in which form --kv-bits keeps rows; "" without it. A server without it
+    can't batch such rows, so the names must differ.
+    """
     bits = getattr(args, "kv_bits", None)  # mlx-lm 0.31 has none
     return "" if bits is None else f"|kv-bits {bits}/{args.kv_group_size} from {args.quantized_kv_start}"
 

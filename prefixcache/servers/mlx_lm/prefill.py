@@ -33,7 +33,7 @@ log = logging.getLogger("prefixcache")
 
 
 class Begun(NamedTuple):
-    """How a request was begun: the segments of its prompt behind the tokens of its hit, and what else mlx-lm's loop gave."""
+    """How a request was begun: the segments of its prompt, behind the tokens of its hit, and mlx-lm's other options."""
 
     segments: list[list[int]]
     hit: list[int]
@@ -43,8 +43,8 @@ class Begun(NamedTuple):
 @dataclass
 class SequenceUnderWay:
     """A sequence in the batches. `request`: whose it is, None where nothing says so. `begun`: None once there is a token of
-    its answer. `points`: where a snapshot or a tail is kept on the way. `ends`: the tokens computed where the loop's segments
-    end. `kept`: the tokens whose blocks are kept, or came from the cache.
+    its answer. `points`: where a snapshot or a tail is kept on the way. `ends`: after how many tokens a segment of the loop
+    ends. `kept`: how many tokens are in blocks that are kept, or came from the cache.
     """
 
     request: TokenizedRequest | None
@@ -60,8 +60,8 @@ class RequestBatches:
     its `BatchGenerator`.
 
     An exception ends, with an error, the requests whose step it was: those whose prompts are computed, or those that
-    generate. But where one of them has begun with a hit and has no token of its answer yet, the hit is deleted, and all that
-    have no token yet are computed from their first token on.
+    generate. But where one of them began with a hit and has no token of its answer yet, the hit may be to blame: it is
+    deleted, and all of them that have no token yet are computed from their first token on.
     """
 
     def __init__(self, prompts: TenantPromptCache, *args: Any, **options: Any):
@@ -78,17 +78,14 @@ class RequestBatches:
 
     def insert_segments(self, segments: Any, *, all_tokens: Any = None, **options: Any) -> Any:
         known = all_tokens or [[] for _ in segments]
-        begun_with = {name: values for name, values in options.items() if name != "caches"}
         sequences = []
         for i, (parts, tokens) in enumerate(zip(segments, known, strict=True)):
-            request, begun_options = (
-                request_of(tokens),
-                {name: values[i : i + 1] for name, values in begun_with.items()},
-            )
-            begun = Begun([list(segment) for segment in parts], list(tokens), begun_options)
+            request = request_of(tokens)
+            own_options = {name: values[i : i + 1] for name, values in options.items() if name != "caches"}
+            begun = Begun([list(segment) for segment in parts], list(tokens), own_options)
             ends = [*accumulate(len(segment) for segment in parts if segment)]
-            points, kept = self._prompts.branch_points(request, len(tokens)), len(tokens) // BLOCK * BLOCK
-            sequences.append(SequenceUnderWay(request, begun, points, {*ends, ends[-1] - 1}, kept))
+            points = self._prompts.branch_points(request, len(tokens))
+            sequences.append(SequenceUnderWay(request, begun, points, {*ends, ends[-1] - 1}, _whole(len(tokens))))
         pieces = segments if self._prompts.exact_prefill else [*map(self._pieces_of, sequences)]
         uids = self._batches.insert_segments(pieces, all_tokens=known, **options)
         self._sequences.update(zip(uids, sequences, strict=True))
@@ -130,7 +127,7 @@ class RequestBatches:
     # -- blocks that have become whole --------------------------------------------------------------------------------
 
     def _keep_all(self, prompt_responses: Any, generated: Any) -> None:
-        """Keep what a step has made whole. A response's end of a segment is the loop's, not that of a piece."""
+        """Keep what a step has made whole, and have the responses tell of ends of the loop's segments, not of pieces."""
         self._prompts.hear_of_chunks(all_of_them=False)  # others wait for them
         for response in prompt_responses:
             if not response.end_of_prompt:
@@ -150,7 +147,7 @@ class RequestBatches:
         i, since = batch.uids.index(uid), sequence.kept
         ready = ready_of(batch.tokens[i], since, to_come, sequence.points)
         if ready is not None:
-            layers, whole = [_single(layer, i) for layer in batch.prompt_cache], len(ready.tokens) // BLOCK * BLOCK
+            layers, whole = [_single(layer, i) for layer in batch.prompt_cache], _whole(len(ready.tokens))
             self._prompts.keep_blocks(sequence.request, ready.tokens, layers, since, ready.state)
             for layer, single in zip(batch.prompt_cache, layers, strict=True):
                 put_back(layer, i, single, since, whole)
@@ -170,8 +167,9 @@ class RequestBatches:
         return watched
 
     def _go_on_after(self, error: Exception) -> Any:
-        """Answer for the requests whose step failed, and begin again those that a hit may have failed. What the step gave
-        beside them is returned, as by `next`. Ranks can't go on: the hits are deleted, and the error is raised.
+        """Begin again the requests that failed on what may be their hit, and end the others whose step failed by an error.
+        Return what the step gave for all others, as `next` does. Ranks can't go on: the hits are deleted, and the error is
+        raised.
         """
         untouched = self._batches.waiting()
         if self._is_whole:
@@ -243,13 +241,17 @@ class Ready(NamedTuple):
 
 
 def ready_of(tokens: list[int], since: int, to_come: int, points: Sequence[int]) -> Ready | None:
-    """Return what is stored of the tokens computed so far, of whose prompt `to_come` are still to be computed: whole blocks,
-    and at `points` and before the prompt's last token all. None where that is no more than the first `since`.
+    """Return what is stored of the tokens computed so far, while `to_come` of the prompt are still to be computed: all at
+    `points` and before the prompt's last token, else whole blocks. None where that is no more than the first `since` tokens.
     """
     if to_come == 1 or len(tokens) in points:
         return Ready(tokens, state=True)
-    whole = len(tokens) // BLOCK * BLOCK
+    whole = _whole(len(tokens))
     return Ready(tokens[:whole], state=to_come <= BLOCK) if whole > since else None
+
+
+def _whole(tokens: int) -> int:
+    return tokens - tokens % BLOCK
 
 
 def _single(batched: Any, i: int) -> Any:
@@ -270,14 +272,14 @@ class SingleKeeper:
         self.known = known
         self.points = prompts.branch_points(request, len(known))  # where a snapshot or a tail is kept
         self._keep_blocks = partial(prompts.keep_blocks, request)
-        self._kept = len(known) // BLOCK * BLOCK  # the tokens whose blocks are kept, or came from the cache
+        self._kept = _whole(len(known))  # the tokens whose blocks are kept, or came from the cache
 
     def keep(self, tokens: list[int], layers: list[Any], to_come: int) -> None:
         """Keep what has become whole of these tokens, of whose prompt `to_come` are still to be computed."""
         ready = ready_of(tokens, self._kept, to_come, self.points)
         if ready is not None:
             self._keep_blocks(ready.tokens, layers, self._kept, ready.state)
-            self._kept = len(ready.tokens) // BLOCK * BLOCK
+            self._kept = _whole(len(ready.tokens))
 
 
 def stream(

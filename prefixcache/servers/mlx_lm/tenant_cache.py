@@ -1,4 +1,4 @@
-"""The prompt cache under `prefixcache serve`: whose prompt mlx-lm's loop looks up or stores, and under which salt.
+"""The prompt cache under `prefixcache serve`, which knows whose prompt mlx-lm's loop looks up or stores, and its salt.
 
 mlx-lm's loop passes tokens and layers to the prompt cache, and nothing of the request: the tokens say whose they are
 (`upstream.RequestTokens`). Those of no request are neither looked up nor kept.
@@ -32,8 +32,8 @@ log = logging.getLogger("prefixcache")
 class TokenizedRequest(NamedTuple):
     """A request's prompt as the cache has it, and what mlx-lm's `_tokenize` gave.
 
-    `prompt`: empty where it can't be kept. `boundaries`: ascending, where its state will be stored. `answers`: where it is
-    answered. `leases`: how many of its first tokens are to be kept, and for how many seconds; None: nothing of it is.
+    `prompt`: empty where it can't be kept. `boundaries`: ascending, where its state will be stored. `answers`: the queue of
+    its answer. `leases`: how many of its first tokens are leased, for how many seconds each; None: nothing of it is stored.
     """
 
     tokenizer: Any
@@ -63,7 +63,7 @@ class TenantSequences(NamedTuple):
 
 
 class ChunkBehind(NamedTuple):
-    """The store of a prefill's chunk that a thread of the cache ends. `state`: with recurrent state."""
+    """The store of a prefill's chunk, which a thread of the cache ends. `state`: whether it stores recurrent state, too."""
 
     prompt: Prompt
     stored: Future[Stored]
@@ -88,9 +88,9 @@ class TenantPromptCache(TieredPromptCache):
         name_suffix: str,
         exact_prefill: bool,
     ):
-        """`on_stored` gets the tokens, how many of them are kept, and whether recurrent state is. `name_suffix`: of models'
-        names, for a server whose rows are others than the model's. `exact_prefill`: rows stay as they are computed until they
-        are fetched.
+        """`on_stored` is told what was stored, how many tokens of it found room, and whether recurrent state was stored.
+        `name_suffix`: of models' names, for a server whose rows are others than the model's. `exact_prefill`: rows stay as
+        they are computed until they are fetched.
         """
         super().__init__(cache, identify=lambda model: identity_of(model) + name_suffix + self.rank_part)
         # How many tokens a prompt shares with another that is computed now.
@@ -116,7 +116,7 @@ class TenantPromptCache(TieredPromptCache):
         return prompt_cache, tokens[len(tokens) - len(rest) :]
 
     def _note_hit(self, request: TokenizedRequest, hit: int) -> None:
-        """Tell who counts hits of this one; of a request that hit little note where it parted, before it is stored itself."""
+        """Tell `heard_hit`; of a request that hit little note where it parted, before it is stored itself."""
         try:
             self.heard_hit(request.prompt, hit)
             if request.answers is not None and hit < self.cache.settings.cold_below * (len(request.prompt) - 1):
@@ -195,7 +195,7 @@ class TenantPromptCache(TieredPromptCache):
                 self._fail(error)
 
     def hear_of_chunks(self, *, all_of_them: bool) -> None:
-        """Hear how the stores of chunks ended that a thread of the cache was left: those that have, or wait for all."""
+        """Tell `on_stored` how the stores of chunks ended: of those that have ended, or wait for all."""
         while self._behind and (all_of_them or self._behind[0].stored.done()):
             chunk = self._behind.popleft()
             try:
@@ -204,8 +204,8 @@ class TenantPromptCache(TieredPromptCache):
                 self._fail(error)
 
     def drop_hit(self, request: TokenizedRequest, depth: int, error: Exception) -> None:
-        """Delete the hit that the model could not go on from, so that nobody is given it again. The request, if it is not
-        answered yet, is to be computed from its first token on.
+        """Delete a hit of `depth` tokens that the model could not go on from, so that nobody is given it again, and have the
+        request's answer say that nothing was hit.
         """
         log.warning(
             "a hit of %d tokens is deleted, since the model fails on it: %s: %s", depth, type(error).__name__, error
@@ -220,7 +220,7 @@ class TenantPromptCache(TieredPromptCache):
                 self._fail(failure)
 
     def _seen(self, request: TokenizedRequest, tokens: Sequence[int]) -> Prompt:
-        """Return the tokens that a request's layers have seen: the beginning of its prompt, or all of it and an answer."""
+        """Return the prompt of the tokens that layers have seen: the beginning of a request's, or all of it and an answer."""
         prompt, ids = request.prompt, as_tokens(tokens)
         common = min(len(ids), len(prompt))
         if not np.array_equal(ids[:common], prompt.given[:common]):
@@ -228,4 +228,4 @@ class TenantPromptCache(TieredPromptCache):
         return prompt.continued(ids[common:]) if len(ids) > common else prompt.first(common)
 
     def _wait_for_ssd(self, prompt: Prompt) -> None:
-        """Requests wait before their turn."""
+        """Don't wait: requests have waited before their turn."""
