@@ -1,4 +1,4 @@
-"""What callers keep with `PrefixCache.pin` until `unpin`. A pin is of the tokens that it was given for."""
+"""What callers keep with `PrefixCache.pin` until `unpin`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from prefixcache.tiers.storage import Storage
 
 
 class Pinned(NamedTuple):
-    """A prompt that is pinned: a name to end the pin by, whose it is, its tokens, the bytes of its images, and how many pins
-    it has.
+    """A prompt that is pinned: a name to end its pins by, its model and namespace, its tokens, the bytes of its images, and
+    how many pins it has.
     """
 
     name: str
@@ -26,72 +26,83 @@ class Pinned(NamedTuple):
     pins: int
 
 
+class PinnedTokens(NamedTuple):
+    """What a pin was given for: the tokens of a prompt, in the namespace of this root key."""
+
+    root: bytes
+    token_bytes: bytes
+
+    @property
+    def name(self) -> str:
+        return hashlib.blake2b(self.root + self.token_bytes, digest_size=8).hexdigest()
+
+
 class Pins:
-    """The callers' pins, by root key and tokens. The storage's lock guards them, and each call takes it."""
+    """The callers' pins: of each one the slots that it pins. The storage's lock guards them, and each call takes it."""
 
     def __init__(self, storage: Storage):
         self._storage = storage
-        self._pinned: dict[tuple[bytes, bytes], list[list[Slot]]] = {}
+        self._pins: dict[PinnedTokens, list[list[Slot]]] = {}
 
     def add(self, prompt: Prompt) -> int:
-        """Pin what any tier has of a prompt: how many tokens that is."""
+        """Pin what any tier has of a prompt, and return how many tokens that is."""
         storage = self._storage
         with storage.lock:
             deepest = prompt.deepest(storage.graph.last)
             if deepest is None or deepest.depth == 0:
                 return 0
-            pinned = storage.graph.pin(required_images(deepest.walk, deepest.depth, storage.graph.last))
-            self._pinned.setdefault((deepest.namespace.row.root, prompt.token_bytes), []).append(pinned)
+            slots = storage.graph.pin(required_images(deepest.walk, deepest.depth, storage.graph.last))
+            pinned = PinnedTokens(deepest.namespace.row.root, prompt.token_bytes)
+            self._pins.setdefault(pinned, []).append(slots)
             return deepest.depth
 
     def remove(self, prompt: Prompt) -> bool:
-        """End one pin of a prompt. False when there is none."""
+        """End one pin of a prompt. Return False when there is none."""
         with self._storage.lock:
             for namespace in prompt.namespaces():
-                if pins := self._pinned.get((namespace.row.root, prompt.token_bytes)):
+                pinned = PinnedTokens(namespace.row.root, prompt.token_bytes)
+                if pins := self._pins.get(pinned):
                     self._storage.unpin(pins.pop())
                     if not pins:
-                        del self._pinned[namespace.row.root, prompt.token_bytes]
+                        del self._pins[pinned]
                     return True
         return False
 
     def listed(self) -> list[Pinned]:
+        """Return the prompts that are pinned, but for those all of whose images were deleted."""
         with self._storage.lock:
             return [
                 Pinned(
-                    _name(root, tokens),
-                    self._storage.namespaces[root].row.model,
-                    root.hex(),
-                    len(tokens) // TOKEN_BYTES,
+                    pinned.name,
+                    self._storage.namespaces[pinned.root].row.model,
+                    pinned.root.hex(),
+                    len(pinned.token_bytes) // TOKEN_BYTES,
                     sum(slot.nbytes for slot in pins[-1]),
                     len(pins),
                 )
-                for (root, tokens), pins in self._pinned.items()
-                if root in self._storage.namespaces  # else all of it was deleted
+                for pinned, pins in self._pins.items()
+                if pinned.root in self._storage.namespaces
             ]
 
     def end(self, name: str) -> int:
-        """End all pins of the prompt that `listed` calls so. Returns how many there were."""
+        """End all pins of the prompt that `listed` gives this name, and return how many there were."""
         with self._storage.lock:
-            return self._end([key for key in self._pinned if _name(*key) == name])
+            return self._end([pinned for pinned in self._pins if pinned.name == name])
 
     def end_beginning_with(self, prompt: Prompt) -> None:
         """End the pins of all prompts that begin with this one."""
         with self._storage.lock:
             roots = {namespace.row.root for namespace in prompt.namespaces()}
-            self._end([key for key in self._pinned if key[0] in roots and key[1].startswith(prompt.token_bytes)])
+            begun = (pinned for pinned in self._pins if pinned.token_bytes.startswith(prompt.token_bytes))
+            self._end([pinned for pinned in begun if pinned.root in roots])
 
     def clear(self, roots: Collection[bytes] | None = None) -> None:
-        """End all, or those of the namespaces with these root keys."""
+        """End all pins, or those in the namespaces with these root keys."""
         with self._storage.lock:
-            self._end([key for key in self._pinned if roots is None or key[0] in roots])
+            self._end([pinned for pinned in self._pins if roots is None or pinned.root in roots])
 
-    def _end(self, keys: list[tuple[bytes, bytes]]) -> int:
-        ended = [pinned for key in keys for pinned in self._pinned.pop(key)]
-        for pinned in ended:
-            self._storage.unpin(pinned)
-        return len(ended)
-
-
-def _name(root: bytes, tokens: bytes) -> str:
-    return hashlib.blake2b(root + tokens, digest_size=8).hexdigest()
+    def _end(self, ended: list[PinnedTokens]) -> int:
+        pins = [slots for pinned in ended for slots in self._pins.pop(pinned)]
+        for slots in pins:
+            self._storage.unpin(slots)
+        return len(pins)
