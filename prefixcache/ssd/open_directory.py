@@ -1,4 +1,4 @@
-"""The opened directory: its lock, its index, its ledger, its quarantine, and how they come to be.
+"""The opened directory: its lock, its index, its ledger and its quarantine, and the opening of them.
 
 Opening refuses what a newer release wrote, and compares index and files after a crash or when they don't agree. From then on
 the writer's thread alone changes what is here; readers only quarantine files.
@@ -12,8 +12,6 @@ import os
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-
-import numpy as np
 
 from prefixcache.byte_sizes import as_setting
 from prefixcache.durability import sync_folder
@@ -45,12 +43,12 @@ QUARANTINE_SHARE = 20  # quarantine may hold a 20th of the limit; beyond that it
 
 
 class OpenDirectory:
-    """Not thread-safe but for `ledger`, `quarantine`, `move_away`: its user is the writer's thread, or the opener.
+    """A directory while a tier has it. Not thread-safe but for `ledger`, `quarantine`, `move_away`: the writer's thread uses
+    it, and before that the opener's.
 
-    `entries`: the index's entries at the opening, until somebody takes them.
+    `entries`: the index's entries at the opening, until somebody takes them. `note`: what the index is to tell the next
+    opening. `newest`: the tick of the latest use that the index knew.
     """
-
-    probe = np.zeros(4096, np.uint8)
 
     def __init__(self, root: str | os.PathLike[str], limit: int, reserve: int | None = None):
         """`reserve`: bytes of the disk that stay free; None: the disk is not asked."""
@@ -63,10 +61,10 @@ class OpenDirectory:
             self.ledger = Ledger(limit, max(512, os.statvfs(self.directory.root).f_frsize))
             self.quarantine = Quarantine(self.directory)
             self._room = DiskRoom(reserve) if reserve is not None else None
-            self._is_short = False  # the disk has less room than what was asked for, which was said
+            self._is_short = False  # the log was told that the disk has less room than was asked for
             self._note_disk()
             self._open()
-            self.note = self.index.note  # what an index that is lost meanwhile has is left in the next one again
+            self.note = self.index.note  # kept here: should the index be lost meanwhile, the next one gets it
         except (OSError, sqlite3.Error) as error:
             self._lock.release()
             raise refusal(self.directory.root, error) from error
@@ -111,8 +109,8 @@ class OpenDirectory:
             raise
 
     def _agree(self, entries: list[Entry]) -> bool:
-        """Tell whether index and files agree in names. Bytes on the disk are looked up where they are not what the size lets
-        expect, and corrected, in `entries`, too: their sum is held against the limit.
+        """Tell whether index and files agree in names. An entry's bytes on the disk, whose sum is held against the limit, are
+        looked up where its size lets expect others, and corrected, in `entries`, too.
         """
         names: dict[str, set[str]] = {kind: set() for kind in FOLDERS}
         for entry in entries:
@@ -137,10 +135,10 @@ class OpenDirectory:
             self.index.checkpoint()
         return True
 
-    # Accounting
+    # -- accounting ---------------------------------------------------------------------------------------------------
 
     def measure(self) -> None:
-        """Take the size of all that is neither an image nor in quarantine. The log of the index counts with its allowance."""
+        """Tell the ledger the size of all that is neither an image nor in quarantine; the index's log with its allowance."""
         directory = self.directory
         database, log_file, shared = (disk_at(path) for path in suffixes(directory.index))
         overhead = directory.upper() + sum(self._folders.values()) + database + log_file + shared
@@ -151,7 +149,7 @@ class OpenDirectory:
         self.index.note_sizes()
 
     def update_ceiling(self) -> bool:
-        """Set the ceiling to what the disk has room for now. Returns whether the directory takes more, and images must go."""
+        """Set the ceiling to what the disk has room for now. Return whether the directory takes more: images must then go."""
         if self._room is None:
             return False
         held, before = self.ledger.held(), self.ledger.limit
@@ -168,7 +166,7 @@ class OpenDirectory:
 
     @contextmanager
     def deleting(self) -> Iterator[None]:
-        """Note how much free space the disk gains from the files that are deleted within the block."""
+        """Note how much free space the disk gains by the deletions within the block."""
         if self._room is None:
             yield
             return
@@ -197,13 +195,13 @@ class OpenDirectory:
             log.info("SSD %s: its disk has room again: the limit is back at %s", root, as_setting(asked))
 
     def note_folders(self, folders: list[str]) -> None:
-        """Note that these may have come, grown or gone."""
+        """Note that these folders may have come, grown or gone."""
         for folder in folders:
             if len(os.path.basename(folder)) == 2:
                 self._folders[folder] = disk_at(folder)
 
     def linger(self, path: str) -> None:
-        """Note a file that should be gone but could not be deleted: it takes its room until it is."""
+        """Note a file that could not be deleted: it takes its room until it is."""
         if os.path.dirname(path) != str(self.directory.tmp):  # tmp/ is measured as a whole
             self._lingering.add(path)
 
@@ -221,8 +219,8 @@ class OpenDirectory:
                 self.index.leave_note(self.note)
 
     def require_log(self) -> None:
-        """Raise LogHeld unless the log has room for one more transaction within its allowance: somebody reads it, and it
-        can't be cut.
+        """Raise LogHeld unless the log has room for one more transaction within its allowance. It has none while somebody
+        reads it, so that it can't be cut.
         """
         self._cut_log()
         if disk_at(suffixes(self.directory.index)[1]) > self.ledger.begin_no_transaction_above:
@@ -269,17 +267,17 @@ class OpenDirectory:
         """Give the file system the pages of the index that deletions left free."""
         self.index.shrink(self.ledger.checkpoint_above // PAGE)
 
-    # By readers
+    # -- by readers ---------------------------------------------------------------------------------------------------
 
     def move_away(self, path: str, reason: str, identity: tuple[int, int] | None) -> bool:
-        """Move a bad file to quarantine; False when it is not there any more."""
+        """Move a bad file to quarantine. Return False when it is not there any more."""
         moved = self.quarantine.take(path, reason, identity)
         if moved is None:
             return False
         self.ledger.quarantine(moved)
         return True
 
-    # Life
+    # -- lost, opened again, closed -----------------------------------------------------------------------------------
 
     @property
     def lost(self) -> str:
@@ -294,9 +292,8 @@ class OpenDirectory:
         return not self.lost
 
     def reopen(self) -> set[Address] | None:
-        """Mend the directory after an error: make its folders where they are gone. If the directory vanished or came back as
-        another disk, if a file of the index is lost or there is doubt about it: open the directory again, and return the
-        images that it has now.
+        """Mend the directory after an error. If it vanished, came back as another disk, or its index is lost or doubtful:
+        open it again and return the addresses of the images that it has now. Else make the folders that are gone.
         """
         lost = self.lost
         if not lost and not self.index.doubtful:
@@ -342,7 +339,9 @@ class OpenDirectory:
             raise OSError(errno.ENODEV, "its disk is not mounted: another disk is in its place", str(root))
 
     def close(self, *, clean: bool) -> None:
-        """Let go; `clean`: nothing was left undone, so that the next opening need not look at the files."""
+        """Close the index and release the lock. `clean`: nothing was left undone, so the next opening need not look at the
+        files.
+        """
         try:
             if clean and self.stands:  # else what is said here may be in a file that nobody finds
                 self.shrink_index()

@@ -1,4 +1,4 @@
-"""The pool that reads images back: one file to a worker, into one buffer, believed only when its checksum holds."""
+"""The pool that reads images back, a file at a time on each thread; an image is believed only when its checksum holds."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from prefixcache.ssd.queue import Queue
 
 
 class Reader:
-    """`_lock` guards the counters and `_reading`. A file that is proved wrong is quarantined here; its row goes by way of the
-    queue. Where the row is what is wrong, the file stays.
+    """Reads files on `workers` threads. A file that is proved wrong is quarantined, and its row goes by way of the queue;
+    where the row is what is wrong, the file stays. `_lock` guards the counters and `_reading`.
     """
 
     def __init__(self, opened: OpenDirectory, queue: Queue, workers: int):
@@ -31,6 +31,7 @@ class Reader:
         self.read_seconds = Histogram()  # of an image that was read whole and checked
 
     def read(self, entry: Entry) -> Future[Image]:
+        """Begin to read an image. The future raises Corrupt or Unreadable."""
         future = self._pool.submit(self._read, entry)
         with self._lock:
             self._reading.add(future)
@@ -42,7 +43,7 @@ class Reader:
             self._reading.discard(future)
 
     def close(self, timeout: float | None) -> None:
-        """Take nothing any more, and wait for what is being read, for at most so long."""
+        """Take no more reads, and wait for those under way, for at most so many seconds."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         with self._lock:
             reading = list(self._reading)
@@ -73,6 +74,7 @@ class Reader:
 
     @staticmethod
     def _image(path: str, entry: Entry) -> Image:
+        """Return the image, also where its row alone is wrong and it was read whole."""
         try:
             return read_image(path, entry)
         except Misindexed as wrong:

@@ -19,6 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import NamedTuple
 
+import numpy as np
+
 from prefixcache.durability import sync_folder
 from prefixcache.metrics.histogram import Histogram
 from prefixcache.ssd.directory import make_folder, remove_folder
@@ -218,7 +220,7 @@ class Writer:
     def _probe(self) -> None:
         path = str(self._opened.directory.tmp / "probe")
         remove_file(path)
-        write_file(path, self._opened.probe)
+        write_file(path, np.zeros(4096, np.uint8))
         remove_file(path)
         self._opened.require_log()
 

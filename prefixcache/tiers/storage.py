@@ -1,8 +1,8 @@
-"""`Storage`: the graph, the RAM budget and the tiers below, under one lock; what is deleted from all of them at once.
+"""`Storage`: the graph, the RAM budget and the tiers below, under one lock; and what is deleted from all of them at once.
 
 `ram` decides which image RAM evicts, `spilling` what is written to the tier below; `tier_in_graph` keeps a tier's index and
-its limit, `promotion` reads images back. What an image means is not known here, and nothing here runs MLX. Nothing on the
-request path waits for a tier, unless the setting `spill="wait"` says so, and then no longer than `spill_wait`.
+its limit, `promotion` reads images back. Nothing here knows what an image means, or runs MLX. Nothing on the request path
+waits for a tier, unless the setting `spill="wait"` says so, and then no longer than `spill_wait`.
 """
 
 from __future__ import annotations
@@ -26,9 +26,7 @@ from prefixcache.tiers.tier_in_graph import LowerTiers, TierInGraph, index_costs
 
 
 class Storage(StorageState):
-    """The state, and the parts that work on it. The parts don't know each other's owner: what one of them reports, such as a
-    write that has ended, is acted on here.
-    """
+    """The state, and the parts that work on it. What concerns several parts, such as the end of a write, is acted on here."""
 
     def __init__(
         self,
@@ -37,7 +35,7 @@ class Storage(StorageState):
         tiers: int,
         condition: Callable[[Any], threading.Condition] = threading.Condition,
     ):
-        """`tiers`: how many there are at most, RAM included. `condition` makes `changed` of the lock."""
+        """`ram`: the budget. `tiers`: how many there may be, RAM included. `condition` makes `changed` of the lock."""
         super().__init__(ram, settings.hot_bytes(ram), settings.policy, tiers, condition)
         self.settings = settings
         self.lower = LowerTiers(self)
@@ -48,7 +46,7 @@ class Storage(StorageState):
     # -- a tier below -------------------------------------------------------------------------------------------------
 
     def add_tier(self) -> TierInGraph:
-        """Return a tier below those that there are. It is one of them once `open_tier` has opened it."""
+        """Return the place of a new tier, below all others. It counts as one of them once `open_tier` has opened it."""
         return TierInGraph(self, len(self.lower) + 1)
 
     def open_tier(
@@ -98,7 +96,7 @@ class Storage(StorageState):
         lower.finish_load(len(entries))
 
     def _room_for_nodes(self, nbytes: int) -> int:
-        """Evict for `nbytes` of nodes, as far as they may take room from images. Returns how much of their share is free."""
+        """Evict images for `nbytes` of nodes, up to the nodes' share of the budget. Return how many bytes they may take."""
         held = self.budget.held()
         share = max(0, self.budget.limit // GRAPH_SHARE - held.nodes)
         if held.images and (reservation := self.ram.reserve(min(share, nbytes))) is not None:
@@ -106,7 +104,7 @@ class Storage(StorageState):
         return min(share, self.budget.room)
 
     def written(self, lower: TierInGraph, entry: Entry, error: Exception | None) -> None:
-        """Act on the end of a write to a tier, durable and indexed, or not. Called on the tier's thread."""
+        """Act on the end of a write to a tier: durable and indexed, or failed by `error`. Called on the tier's thread."""
         with self.lock:
             slot = lower.end_write(entry, error)
             if slot is not None:
@@ -122,8 +120,8 @@ class Storage(StorageState):
             self.changed.notify_all()
 
     def recreated(self, lower: TierInGraph, kept: set[Address]) -> None:
-        """Write anew what RAM holds: a tier's directory was gone, and has only the `kept` images now. Called on
-        the tier's thread.
+        """Note that a tier's directory was gone and has only the `kept` images now; write what RAM holds anew. Called on the
+        tier's thread.
         """
         with self.lock:
             lower.lose_all_but(kept)
@@ -133,8 +131,8 @@ class Storage(StorageState):
     # -- deleted everywhere -------------------------------------------------------------------------------------------
 
     def reject(self, slot: Slot) -> int:
-        """Delete an image that can't be decoded from every tier; the shared one is not asked for it for a while. Returns its
-        bytes.
+        """Delete an image that can't be decoded from every tier, and return its bytes. The shared tier is not asked for it
+        for a while.
         """
         if self.remote is not None:
             self.remote.refuse(slot)
@@ -149,16 +147,14 @@ class Storage(StorageState):
         self.spilling.clear()
 
     def keep(self, sequences: int) -> int:
-        """Delete the least recent images until no more than so many sequences are left. Returns how many are."""
+        """Delete the least recent images until no more than so many sequences are left, and return how many are."""
         with self.lock:
             if self.graph.leaves.total() >= sequences:
                 for tier in self.lower:
                     tier.delete_unindexed()  # less recent than all that is indexed
-            while (kept := self.graph.leaves.total()) > sequences and (
-                slot := least_recent_leaf(self.graph)
-            ) is not None:
+            while self.graph.leaves.total() > sequences and (slot := least_recent_leaf(self.graph)) is not None:
                 self.lower.discard(slot)
-            return kept
+            return self.graph.leaves.total()
 
     def delete_namespace(self, namespace: Namespace) -> None:
         """Delete the images of a namespace that the index described falsely, and forget it."""
@@ -168,7 +164,7 @@ class Storage(StorageState):
         self._forget(namespace)
 
     def forget_empty_namespaces(self) -> None:
-        """Forget namespaces without images: whoever may choose a salt may make any number of them."""
+        """Forget namespaces without images, of which whoever chooses salts can make any number."""
         for namespace in list(self.namespaces.values()):
             if not namespace.tree.root.children and not namespace.tree.root.snapshots:
                 self._forget(namespace)
@@ -185,10 +181,10 @@ class Storage(StorageState):
     # -- superseded images --------------------------------------------------------------------------------------------
 
     def drop_superseded(self, changed: Slot) -> None:
-        """Delete what an image that came into a tier, or is unpinned, supersedes there, or itself if it is superseded.
+        """Delete what an image supersedes that came into a tier or is unpinned; delete the image itself if it is superseded.
 
-        `superseded.is_superseded` has the rule. Pinned and leased images stay, and those that wait for a
-        write, until they don't. An image that stays in RAM stays below it, too: it would only be written again.
+        `superseded.is_superseded` has the rule. Images stay while they are pinned, leased or wait for a write. An image that
+        stays in RAM stays below it, too: it would only be written again.
         """
         if changed.kind == SNAPSHOT:
             return
@@ -220,6 +216,7 @@ class Storage(StorageState):
 
 
 def root_of(slot: Slot) -> Node:
+    """Return the root of the slot's tree."""
     tree = slot.node.tree
     assert tree is not None
     return tree.root
