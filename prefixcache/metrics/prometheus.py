@@ -66,7 +66,14 @@ def _ram(stats: Stats) -> ByLabel:
 
 
 def _labelled(field: str) -> Callable[[Stats], ByLabel]:
-    return lambda stats: {label or NO_LABEL: getattr(counted, field) for label, counted in stats.labels.items()}
+    def values(stats: Stats) -> ByLabel:
+        counts: ByLabel = {}
+        for label, counted in stats.labels.items():
+            shown = label or NO_LABEL  # which may be a store's label, too
+            counts[shown] = counts.get(shown, 0) + getattr(counted, field)
+        return counts
+
+    return values
 
 
 EVENTS = (  # since the cache was opened, of `Counters`

@@ -211,6 +211,16 @@ def test_the_page_says_what_stats_says_of_a_remote_tier(opened: Callable[..., Pr
     assert samples["prefixcache_remote_up", ""] == 1
 
 
+def test_stores_labelled_none_and_stores_without_a_label_are_counted_together(
+    opened: Callable[..., PrefixCache],
+) -> None:
+    cache = opened()
+    for tokens, label in ((LONG[:300], "none"), (LONG[300:600], "")):
+        cache.store(cache.prompt(tokens, model="m").labelled(label), states.hybrid(tokens))
+    samples, _ = scraped(CacheCollector(cache))
+    assert samples["prefixcache_sequences", "none"] == cache.stats().sequences == 2
+
+
 def test_labels_add_up(opened: Callable[..., PrefixCache]) -> None:
     cache = opened()
     use(cache)
