@@ -41,13 +41,10 @@ class PromptUnderWay:
 
 
 class Wait(NamedTuple):
-    """A request waits until something is `done`, at the latest until `until` (of time.monotonic()). `boundary`: up to which
-    another's prompt is to be stored, where it waits for that.
-    """
+    """A request waits until something is `done`, at the latest until `until` (of time.monotonic())."""
 
     done: Callable[[], bool]
     until: float
-    boundary: int = 0
 
     def over(self) -> bool:
         return self.done() or time.monotonic() >= self.until
@@ -82,7 +79,7 @@ class PromptsUnderWay:
                 gain = depth - max(has, prompt.stored)
                 if gain >= LEAST and 0 < boundary - prompt.stored <= 2 * gain and depth > deepest:
                     deepest = depth
-                    wait = Wait(partial(prompt.has, boundary), time.monotonic() + LONGEST, boundary)
+                    wait = Wait(partial(prompt.has, boundary), time.monotonic() + LONGEST)
         self.waited += wait is not None
         return wait
 

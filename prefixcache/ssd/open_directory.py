@@ -286,11 +286,6 @@ class OpenDirectory:
             return LOCK
         return self.index.lost
 
-    @property
-    def stands(self) -> bool:
-        """Tell whether the directory is still the one that was opened."""
-        return not self.lost
-
     def reopen(self) -> set[Address] | None:
         """Mend the directory after an error. If it vanished, came back as another disk, or its index is lost or doubtful:
         open it again and return the addresses of the images that it has now. Else make the folders that are gone.
@@ -343,7 +338,7 @@ class OpenDirectory:
         files.
         """
         try:
-            if clean and self.stands:  # else what is said here may be in a file that nobody finds
+            if clean and not self.lost:  # else what is said here may be in a file that nobody finds
                 self.shrink_index()
                 self.index.mark(clean=True)
             self.index.checkpoint()

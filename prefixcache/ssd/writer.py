@@ -127,7 +127,7 @@ class Writer:
             if self._queue.stuck:
                 continue  # the next batch detects it
             try:
-                if self._opened.stands:
+                if not self._opened.lost:
                     self._evict_for_disk()
                     continue
             except Exception:  # the error is logged when the next batch fails
@@ -172,7 +172,7 @@ class Writer:
         if batch.note is not None:
             self._opened.note = batch.note
         try:
-            if batch.probe or not self._opened.stands or self._opened.index.doubtful:
+            if batch.probe or self._opened.lost or self._opened.index.doubtful:
                 there = self._opened.reopen()
                 if there is not None and self._events.recreated is not None:
                     self._events.recreated(there)

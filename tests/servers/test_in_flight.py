@@ -30,7 +30,6 @@ def test_a_prompt_waits_for_the_system_prompt_that_another_computes():
     under_way = PromptsUnderWay()
     begin(under_way, prompt(1, 1), (3000, 3001))
     awaited = under_way.wait_for(prompt(2, 2), SPACE, 0, sliceable=True)
-    assert awaited.boundary == 3000
     assert not awaited.over()
     under_way.stored(SYSTEM[:2000], SPACE, 2000)
     assert not awaited.over()
@@ -43,7 +42,11 @@ def test_a_prompt_waits_for_the_system_prompt_that_another_computes():
 def test_the_same_prompt_again_waits_for_its_end():
     under_way = PromptsUnderWay()
     begin(under_way, prompt(1, 2, 3), (3000, 3002))
-    assert under_way.wait_for(prompt(1, 2, 3), SPACE, 0, sliceable=True).boundary == 3002
+    awaited = under_way.wait_for(prompt(1, 2, 3), SPACE, 0, sliceable=True)
+    under_way.stored(prompt(1), SPACE, 3001)
+    assert not awaited.over()
+    under_way.stored(prompt(1, 2), SPACE, 3002)
+    assert awaited.over()
 
 
 def test_models_and_salts_do_not_wait_for_each_other():
@@ -80,8 +83,11 @@ def test_a_model_that_is_not_sliceable_waits_for_boundaries_it_can_use():
     under_way = PromptsUnderWay()
     begin(under_way, prompt(1, 1, 1), (2000, 3002))
     other = prompt(2, 2, 2)
-    assert under_way.wait_for(other, SPACE, 0, sliceable=False).boundary == 2000
-    assert under_way.wait_for(other, SPACE, 0, sliceable=True).boundary == 3002
+    waits = [under_way.wait_for(other, SPACE, 0, sliceable=sliceable) for sliceable in (False, True)]
+    under_way.stored(SYSTEM[:2000], SPACE, 2000)
+    assert [wait.over() for wait in waits] == [True, False]
+    under_way.stored(prompt(1, 1), SPACE, 3002)
+    assert waits[1].over()
 
 
 def test_nobody_waits_in_vain_when_stores_find_no_room():

@@ -82,8 +82,8 @@ class Generator:
         self._idle_pool = IdlePool()
         self.idle = IdleWork(lambda: self.stopped or self.request_waits())
         self._polls = 0  # how often the loop has asked for a request; what it answered before that is then stored
-        self.prompts = TenantPromptCache(cache, self._stored, _rows_suffix(provider.cli_args), exact_prefill)
-        self.prompts.shared_under_way = self._shared_under_way
+        suffix = _rows_suffix(provider.cli_args)
+        self.prompts = TenantPromptCache(cache, self._stored, self._shared_under_way, suffix, exact_prefill)
         provider.on_load = self._loaded
         self.loop = Loop(provider.models, self.prompts, self, TimeBudget(self.request_waits, self.turns.seconds))
         self.prompt_tokenizer = PromptTokenizer(provider, self.loop.tokenize, self.canonical, self.stored_of)
@@ -198,7 +198,7 @@ class Generator:
         if self.prompts.exact_prefill:
             return stream_generate(prompt=prompt, **options)
         keeper = SingleKeeper(self.prompts, request, request.prompt.given[:depth].tolist())
-        return blockwise_stream(stream_generate, keeper, prompt=prompt, **options)
+        return blockwise_stream(keeper, prompt=prompt, **options)
 
     def begin_alone(self, answers: Answers) -> None:
         answers.alone = True

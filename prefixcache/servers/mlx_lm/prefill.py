@@ -17,7 +17,7 @@ from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import mlx.core as mx
-from mlx_lm.generate import generation_stream
+from mlx_lm.generate import generation_stream, stream_generate
 from mlx_lm.models.cache import KVCache
 
 from prefixcache.keys import BLOCK
@@ -282,15 +282,8 @@ class SingleKeeper:
             self._kept = _whole(len(ready.tokens))
 
 
-def stream(
-    generate: Callable[..., Iterator[Any]],
-    keeper: SingleKeeper,
-    model: Any,
-    tokenizer: Any,
-    prompt: Sequence[int],
-    **options: Any,
-) -> Iterator[Any]:
-    """Generate as mlx-lm's `stream_generate` (`generate`) does, behind the tokens that `keeper` knows, and keep blocks.
+def stream(keeper: SingleKeeper, model: Any, tokenizer: Any, prompt: Sequence[int], **options: Any) -> Iterator[Any]:
+    """Generate as mlx-lm's `stream_generate` does, behind the tokens that `keeper` knows, and keep blocks.
 
     What is not the prefill of one model's tokens (a draft model, images, rows that are quantised meanwhile, processors that
     look at the prompt) is left to mlx-lm, on exact rows.
@@ -299,7 +292,7 @@ def stream(
     given = [options.get(name) is not None for name in ("draft_model", "input_embeddings")]
     given += [bool(options.get(name)) for name in ("kv_bits", "logits_processors")]
     if layers is None or any(given):
-        yield from generate(model=model, tokenizer=tokenizer, prompt=prompt, **options)
+        yield from stream_generate(model=model, tokenizer=tokenizer, prompt=prompt, **options)
         return
     tokens, step = list(keeper.known), options.get("prefill_step_size", 2048)
     progress = options.get("prompt_progress_callback") or (lambda done, total: None)
@@ -315,7 +308,7 @@ def stream(
             keeper.keep(tokens, layers, len(prompt) - done)
     options["prompt_progress_callback"] = lambda computed, total: progress(done + computed, len(prompt))
     tokens.append(prompt[-1])
-    for response in generate(model=model, tokenizer=tokenizer, prompt=list(prompt[-1:]), **options):
+    for response in stream_generate(model=model, tokenizer=tokenizer, prompt=list(prompt[-1:]), **options):
         keeper.keep(tokens, layers, 0)
         tokens.append(response.token)
         yield response

@@ -40,8 +40,8 @@ class TokenizedRequest(NamedTuple):
     tokenized: Any
     prompt: Prompt
     boundaries: tuple[int, ...]
-    answers: Answers | None = None
-    leases: Sequence[tuple[int, float]] | None = ()
+    answers: Answers | None
+    leases: Sequence[tuple[int, float]] | None
 
     @property
     def is_stored(self) -> bool:
@@ -85,21 +85,21 @@ class TenantPromptCache(TieredPromptCache):
         self,
         cache: PrefixCache,
         on_stored: Callable[[Prompt, int, bool], None],
+        shared_under_way: Callable[[Prompt], int],
         name_suffix: str,
         exact_prefill: bool,
     ):
         """`on_stored` is told what was stored, how many tokens of it found room, and whether recurrent state was stored.
-        `name_suffix`: of models' names, for a server whose rows are others than the model's. `exact_prefill`: rows stay as
-        they are computed until they are fetched.
+        `shared_under_way` gives how many tokens a prompt shares with another that is computed now. `name_suffix`: of models'
+        names, for a server whose rows are others than the model's. `exact_prefill`: rows stay as they are computed until they
+        are fetched.
         """
         super().__init__(cache, identify=lambda model: identity_of(model) + name_suffix + self.rank_part)
-        # How many tokens a prompt shares with another that is computed now.
-        self.shared_under_way: Callable[[Prompt], int] = lambda prompt: 0
         # Hears how many tokens of a prompt a lookup has found.
         self.heard_hit: Callable[[Prompt, int], None] = lambda prompt, depth: None
         self.rank_part = ""  # of the name of the model that is loaded, where ranks share it
         self.exact_prefill = exact_prefill
-        self._on_stored = on_stored
+        self._on_stored, self._shared_under_way = on_stored, shared_under_way
         self._behind: deque[ChunkBehind] = deque()
 
     def fetch_nearest_cache(  # type: ignore[override]
@@ -166,7 +166,7 @@ class TenantPromptCache(TieredPromptCache):
         if request is None or not len(request.prompt) or self.exact_prefill:
             return []
         points = {end for end in request.boundaries if end > depth and end % BLOCK == 0}
-        point = max(self.cache.branch_point(request.prompt), self.shared_under_way(request.prompt) // BLOCK * BLOCK)
+        point = max(self.cache.branch_point(request.prompt), self._shared_under_way(request.prompt) // BLOCK * BLOCK)
         is_recurrent = request.prompt.form is not None and request.prompt.form.is_recurrent
         if point - depth >= (BLOCK if is_recurrent else 1):
             points.add(point)
