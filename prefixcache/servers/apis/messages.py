@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Callable, Iterator
+from itertools import groupby
 from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field
@@ -124,17 +125,11 @@ def _messages(asked: Json) -> Iterator[Json]:
 
 def _of_user(blocks: list[Placed]) -> Iterator[Json]:
     """Give a user's message, with each result of a tool as a message of its own."""
-    parts: list[Json] = []
-    for where, block in blocks:
-        if block.get("type") != "tool_result":
-            parts.append(_part(block, where))
-            continue
-        if parts:
-            yield {"role": "user", "content": _content(parts)}
-        parts = []
-        yield _tool_result(block, where)
-    if parts:
-        yield {"role": "user", "content": _content(parts)}
+    for are_results, run in groupby(blocks, lambda placed: placed.value.get("type") == "tool_result"):
+        if are_results:
+            yield from (_tool_result(block, where) for where, block in run)
+        else:
+            yield {"role": "user", "content": _content([_part(block, where) for where, block in run])}
 
 
 def _tool_result(block: Json, where: str) -> Json:
@@ -186,14 +181,12 @@ ROLES: dict[str, Callable[[list[Placed]], Iterator[Json]]] = {
 def _part(block: Json, where: str) -> Json:
     """Return a block as a part of a chat message: a text or an image."""
     kind = block.get("type")
-    if not isinstance(kind, str) or kind not in PARTS:
-        known = ", ".join([*PARTS, "tool_use", "tool_result", "thinking"])
+    if kind == "image":
+        return _image(block, where)
+    if not isinstance(kind, str) or kind not in TEXTS:
+        known = ", ".join(["image", *TEXTS, "tool_use", "tool_result", "thinking"])
         raise RequestRefused(f"{where}.type {shown(kind)} is not read here; send {known}")
-    return PARTS[kind](block, where)
-
-
-def _text_part(block: Json, where: str) -> Json:
-    return {"type": "text", "text": _text(block, "text", where)}
+    return {"type": "text", "text": TEXTS[kind](block, where)}
 
 
 def _image(block: Json, where: str) -> Json:
@@ -209,7 +202,7 @@ def _image(block: Json, where: str) -> Json:
     return {"type": "image_url", "image_url": {"url": url}}
 
 
-def _document(block: Json, where: str) -> Json:
+def _document(block: Json, where: str) -> str:
     source = block.get("source")
     source = source if isinstance(source, dict) else {}
     if source.get("type") == "text":
@@ -219,24 +212,19 @@ def _document(block: Json, where: str) -> Json:
     else:
         kind = source.get("media_type", source.get("type"))
         raise RequestRefused(f"{where}: a document of type {shown(kind)} can't be read here; send its text")
-    return {"type": "text", "text": _lines(block.get("title"), block.get("context"), text)}
+    return _lines(block.get("title"), block.get("context"), text)
 
 
-def _search_result(block: Json, where: str) -> Json:
+def _search_result(block: Json, where: str) -> str:
     text = _only_text(block.get("content"), f"{where}.content")
-    return {"type": "text", "text": _lines(block.get("title"), block.get("source"), text)}
+    return _lines(block.get("title"), block.get("source"), text)
 
 
-def _tool_reference(block: Json, where: str) -> Json:
-    return {"type": "text", "text": _text(block, "tool_name", where)}
-
-
-PARTS: dict[str, Callable[[Json, str], Json]] = {
-    "text": _text_part,
-    "image": _image,
+TEXTS: dict[str, Callable[[Json, str], str]] = {  # what the blocks say that are a text for the model
+    "text": lambda block, where: _text(block, "text", where),
     "document": _document,
     "search_result": _search_result,
-    "tool_reference": _tool_reference,
+    "tool_reference": lambda block, where: _text(block, "tool_name", where),
 }
 
 
