@@ -19,7 +19,6 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.generate import stream_generate
 from mlx_lm.models.cache import make_prompt_cache
 
 from prefixcache.byte_sizes import size
@@ -35,7 +34,7 @@ from prefixcache.servers.mlx_lm.context import room_for
 from prefixcache.servers.mlx_lm.errors import RankFailed, may_be_the_hits
 from prefixcache.servers.mlx_lm.idle_work import IdleWork
 from prefixcache.servers.mlx_lm.leading_parts import system_end
-from prefixcache.servers.mlx_lm.prefill import RequestBatches, SingleKeeper
+from prefixcache.servers.mlx_lm.prefill import RequestBatches
 from prefixcache.servers.mlx_lm.prefill import stream as blockwise_stream
 from prefixcache.servers.mlx_lm.prompt_tokenizer import PromptTokenizer
 from prefixcache.servers.mlx_lm.provider import LoadedModel, Provider
@@ -167,7 +166,7 @@ class Generator:
         request: TokenizedRequest = request_of(prompt)
         depth, begun = len(request.tokenized[0]) - len(prompt), False
         try:
-            for response in self._stream_rest(request, depth, prompt=prompt, **options):
+            for response in blockwise_stream(self.prompts, request, depth, prompt=prompt, **options):
                 begun = True
                 yield response
             return
@@ -178,7 +177,7 @@ class Generator:
             if self.prompts.cache.ranks is not None:
                 raise
         anew = self._from_the_start(request, options["prompt_cache"])
-        yield from self._stream_rest(request, 0, **{**options, **anew})
+        yield from blockwise_stream(self.prompts, request, 0, **{**options, **anew})
 
     def _from_the_start(self, request: TokenizedRequest, layers: list[Any]) -> dict[str, Any]:
         """Return the options that compute a request without its hit. `layers`, which mlx-lm stores in the end, become new."""
@@ -191,14 +190,6 @@ class Generator:
         seen = nets[0].embed_inputs(mx.array(tokens), pixel_values=vision.pixel_values)
         mx.eval(seen)
         return {"prompt": tokens, "input_embeddings": seen}
-
-    def _stream_rest(
-        self, request: TokenizedRequest, depth: int, *, prompt: Sequence[int], **options: Any
-    ) -> Iterator[Any]:
-        if self.prompts.exact_prefill:
-            return stream_generate(prompt=prompt, **options)
-        keeper = SingleKeeper(self.prompts, request, request.prompt.given[:depth].tolist())
-        return blockwise_stream(keeper, prompt=prompt, **options)
 
     def begin_alone(self, answers: Answers) -> None:
         answers.alone = True

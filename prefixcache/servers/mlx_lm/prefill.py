@@ -265,50 +265,49 @@ def _single(batched: Any, i: int) -> Any:
     return batched.extract(i)
 
 
-class SingleKeeper:
-    """Keeps the blocks of a request that is served by itself, as they become whole. `known`: the tokens of its hit."""
-
-    def __init__(self, prompts: TenantPromptCache, request: TokenizedRequest, known: list[int]):
-        self.known = known
-        self.points = prompts.branch_points(request, len(known))  # where a snapshot or a tail is kept
-        self._keep_blocks = partial(prompts.keep_blocks, request)
-        self._kept = _whole(len(known))  # the tokens whose blocks are kept, or came from the cache
-
-    def keep(self, tokens: list[int], layers: list[Any], to_come: int) -> None:
-        """Keep what has become whole of these tokens, of whose prompt `to_come` are still to be computed."""
-        ready = ready_of(tokens, self._kept, to_come, self.points)
-        if ready is not None:
-            self._keep_blocks(ready.tokens, layers, self._kept, ready.state)
-            self._kept = _whole(len(ready.tokens))
-
-
-def stream(keeper: SingleKeeper, model: Any, tokenizer: Any, prompt: Sequence[int], **options: Any) -> Iterator[Any]:
-    """Generate as mlx-lm's `stream_generate` does, behind the tokens that `keeper` knows, and keep blocks.
+def stream(
+    prompts: TenantPromptCache,
+    request: TokenizedRequest,
+    depth: int,
+    model: Any,
+    tokenizer: Any,
+    prompt: Sequence[int],
+    **options: Any,
+) -> Iterator[Any]:
+    """Generate as mlx-lm's `stream_generate` does, behind a request's hit of `depth` tokens, and keep blocks as they become
+    whole.
 
     What is not the prefill of one model's tokens (a draft model, images, rows that are quantised meanwhile, processors that
     look at the prompt) is left to mlx-lm, on exact rows.
     """
-    layers = options.get("prompt_cache")
+    layers: Any = options.get("prompt_cache")
     given = [options.get(name) is not None for name in ("draft_model", "input_embeddings")]
     given += [bool(options.get(name)) for name in ("kv_bits", "logits_processors")]
-    if layers is None or any(given):
+    if prompts.exact_prefill or layers is None or any(given):
         yield from stream_generate(model=model, tokenizer=tokenizer, prompt=prompt, **options)
         return
-    tokens, step = list(keeper.known), options.get("prefill_step_size", 2048)
+    tokens, points, kept = request.prompt.given[:depth].tolist(), prompts.branch_points(request, depth), _whole(depth)
+
+    def keep(to_come: int) -> None:
+        nonlocal kept
+        if (ready := ready_of(tokens, kept, to_come, points)) is not None:
+            prompts.keep_blocks(request, ready.tokens, layers, kept, ready.state)
+            kept = _whole(len(ready.tokens))
+
     progress = options.get("prompt_progress_callback") or (lambda done, total: None)
     done = 0
     with mx.stream(options.get("stream") or generation_stream):  # mlx-lm 0.31 passes none
-        for piece in pieces_of([list(prompt[:-1])], len(tokens), step, keeper.points):
+        for piece in pieces_of([list(prompt[:-1])], depth, options.get("prefill_step_size", 2048), points):
             progress(done, len(prompt))
             model(mx.array([piece]), cache=layers)
             mx.eval([layer.state for layer in layers])
             mx.clear_cache()
             tokens += piece
             done += len(piece)
-            keeper.keep(tokens, layers, len(prompt) - done)
+            keep(len(prompt) - done)
     options["prompt_progress_callback"] = lambda computed, total: progress(done + computed, len(prompt))
     tokens.append(prompt[-1])
     for response in stream_generate(model=model, tokenizer=tokenizer, prompt=list(prompt[-1:]), **options):
-        keeper.keep(tokens, layers, 0)
+        keep(0)
         tokens.append(response.token)
         yield response
