@@ -10,6 +10,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -71,11 +72,8 @@ class ChunkBehind(NamedTuple):
 
     def has(self, prompt: Prompt) -> bool:
         """Tell whether it stores all that there is of these tokens."""
-        return self.state and (self.prompt.model, self.prompt.salt, self.prompt.token_bytes) == (
-            prompt.model,
-            prompt.salt,
-            prompt.token_bytes,
-        )
+        what = attrgetter("model", "salt", "token_bytes")
+        return self.state and bool(what(self.prompt) == what(prompt))
 
 
 class TenantPromptCache(TieredPromptCache):
