@@ -25,6 +25,7 @@ log = logging.getLogger("prefixcache")
 
 BEAT = 1.0  # seconds between two signs of life
 SILENCE = 30.0  # seconds after which a rank without one is given up
+HEARD = 1.0  # seconds that a rank which ends waits for the others to hear of it
 CONNECTING = 15.0  # seconds that the lines may take to come up
 HANG = 300.0  # seconds in one step of the model, unless the caller says otherwise
 
@@ -48,6 +49,7 @@ class Watch:
         self._told: dict[int, int] = {}  # on rank 0: the steps of the others
         self._lines: dict[int, socket.socket] = {}
         self._ended: set[int] = set()  # ranks that have ended in order
+        self._readers: list[threading.Thread] = []
         self._meetings, self._met_by_first, self._meeting = 0, 0, threading.Condition()
         connected = self._connect(ranks)
         missing = [rank for rank, there in enumerate(ranks.each(int(connected))) if not there]
@@ -56,7 +58,10 @@ class Watch:
             self.close()
             return
         for rank, line in self._lines.items():
-            threading.Thread(target=self._read, args=(rank, line), name="prefixcache-watch", daemon=True).start()
+            line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # each word by itself, at once
+            reader = threading.Thread(target=self._read, args=(rank, line), name="prefixcache-watch", daemon=True)
+            self._readers.append(reader)
+            reader.start()
         threading.Thread(target=self._beat, name="prefixcache-watch", daemon=True).start()
 
     # -- for the thread that generates ------------------------------------------------------------------------------------
@@ -88,11 +93,20 @@ class Watch:
         self._send(0, f"{ASK}\n")
 
     def close(self, reason: str = "") -> None:
-        """Tell the others that this rank ends; "" in order. May be called again."""
+        """Tell the others that this rank ends; "" in order. May be called again.
+
+        Waits `HEARD` at most until they have heard it: the end of a process drops what it has not sent, where something
+        that it has not read lies in the same line.
+        """
         with self._lock:
             ended, self._over = self._over, True
-        for rank in self._lines if not ended else ():
-            self._send(rank, f"{END} {reason}\n")
+        for rank, line in self._lines.items():
+            if not ended:
+                self._send(rank, f"{END} {reason}\n")
+            _send_no_more(line)
+        until = time.monotonic() + HEARD
+        for reader in self._readers:
+            reader.join(max(until - time.monotonic(), 0.0))
 
     def _end(self, reason: str) -> None:
         with self._lock:
@@ -172,6 +186,7 @@ class Watch:
                     self._heard(rank, *words.decode(errors="replace").split(" ", 1))
         except OSError:
             pass
+        _send_no_more(line)  # which says that all was heard
         if silent >= SILENCE:
             self._end(f"rank {rank} has given no sign of life for {SILENCE:.0f} s")
         elif rank not in self._ended:
@@ -207,6 +222,11 @@ class Watch:
                 who = named(behind) if len(behind) < self._size else "all ranks"
                 self._end(f"{who} hang: no step has ended for {self._hang:.0f} s (steps: {told})")
             time.sleep(BEAT)
+
+
+def _send_no_more(line: socket.socket) -> None:
+    with suppress(OSError):  # broken, or said before
+        line.shutdown(socket.SHUT_WR)
 
 
 def _exactly(line: socket.socket, size: int) -> bytes:

@@ -93,6 +93,19 @@ def test_the_end_in_order_is_rank_0s():
             first.ends.get(timeout=0.3)
 
 
+def test_a_rank_that_ends_waits_until_the_others_have_heard_it(monkeypatch):
+    hear = Watch._heard
+
+    def hear_late(self: Watch, *said: str) -> None:
+        time.sleep(0.2)
+        hear(self, *said)
+
+    monkeypatch.setattr(Watch, "_heard", hear_late)
+    with watches(2) as [(_, first), (second_watch, _)]:
+        second_watch.close("rank 1 could not go on: no room")
+        assert first.ends.get_nowait() == "rank 1 could not go on: no room"
+
+
 def test_a_rank_that_is_silent_is_given_up(monkeypatch):
     monkeypatch.setattr(watching, "SILENCE", 0.5)
     with watches(2) as [(_, first), (second_watch, _)]:
