@@ -43,19 +43,15 @@ class State(NamedTuple):
         return canonical(said)
 
     def specs(self) -> list[Spec]:
-        of_arrays = zip(self.arrays, self.codecs, strict=True)
-        return [spec for i, (array, codec) in enumerate(of_arrays) for spec in _specs(i, array, codec)]
+        of_arrays = enumerate(zip(self.arrays, self.codecs, strict=True))
+        return [spec for i, (of, codec) in of_arrays for spec in _specs(i, name_of(of.dtype), of.shape, codec)]
 
 
-def _specs(number: int, array: mx.array, codec: RowCodec | None) -> Iterator[Spec]:
+def _specs(number: int, dtype: str, shape: Shape, codec: RowCodec | None) -> Iterator[Spec]:
+    """Yield the tensors of an array of a state, which is (1, heads, rows, width) where it has a codec."""
     if codec is None:
-        yield Spec(f"s{number}", element(name_of(array.dtype)).safetensors, tuple(array.shape))
-    else:
-        yield from _coded_specs(number, array.shape, codec)
-
-
-def _coded_specs(number: int, shape: Shape, codec: RowCodec) -> Iterator[Spec]:
-    """Return the tensors of a coded array (1, heads, rows, width)."""
+        yield Spec(f"s{number}", element(dtype).safetensors, tuple(shape))
+        return
     _, heads, rows, width = shape
     for plane in codec.planes:
         yield Spec(f"s{number}.{plane.name}", plane.dtype, (rows, heads, *plane.shape))
@@ -80,7 +76,7 @@ def _describe(value: Any, arrays: list[mx.array], at: str) -> Any:
     if isinstance(value, mx.array):
         arrays.append(value)
         return ["array", len(arrays) - 1]
-    if value is None or isinstance(value, (bool, int, str)):
+    if value is None or isinstance(value, (int, str)):
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else ["float", repr(value)]
@@ -106,7 +102,7 @@ class EncodedState(NamedTuple):
 
 
 def encode_state(state: State, tensors: dict[str, np.ndarray], *, decoded: bool) -> EncodedState:
-    """Write a state's arrays into its image's tensors, and where it is said, decode what was coded."""
+    """Write a state's arrays into its image's tensors, and with `decoded` decode what was coded."""
     copies, back = [], []
     for i, (array, codec) in enumerate(zip(state.arrays, state.codecs, strict=True)):
         if codec is None:
@@ -124,7 +120,7 @@ def encode_state(state: State, tensors: dict[str, np.ndarray], *, decoded: bool)
 
 
 class StoredState:
-    """The state that a snapshot has. `codecs` are those of its leaves' arrays."""
+    """The state that a snapshot has. `codecs` gives for each leaf the codec of an array."""
 
     def __init__(self, snapshot: Image, codecs: Sequence[CodecOf]):
         meta, self._tensors = snapshot.header()
@@ -133,21 +129,24 @@ class StoredState:
         self._coded = header.get("coded", [None] * len(self._dtypes))
 
     def leaf(self, number: int) -> dict[str, Any]:
-        return {name: self._revived(value, self._codecs[number]) for name, value in self._leaves[number].items()}
+        """Return the attributes of one of the leaves."""
+        return dict(self._revived(["dict", self._leaves[number]], self._codecs[number]))
 
     def beside(self, state: State) -> list[tuple[mx.array, mx.array]]:
         """Pair each array of a live cache with its stored values; no pairs where the stored state has other arrays."""
         if self._leaves != state.described:
             return []
-        of_leaves = zip(self._leaves, self._codecs, strict=True)
-        numbers = [(i, codec_of) for leaf, codec_of in of_leaves for i in _arrays_of(leaf)]
-        pairs = [(state.arrays[i], self._array(i, codec_of)) for i, codec_of in numbers]
+        pairs = [
+            (state.arrays[i], self._array(i, codec_of))
+            for leaf, codec_of in zip(self._leaves, self._codecs, strict=True)
+            for i in _array_numbers(["dict", leaf])
+        ]
         alike = all((live.shape, live.dtype) == (stored.shape, stored.dtype) for live, stored in pairs)
         return pairs if alike else []
 
     def leaf_nbytes(self, number: int) -> int:
         """Return the bytes of the arrays of one of the leaves."""
-        owners = {f"s{i}" for i in _arrays_of(self._leaves[number])}
+        owners = {f"s{i}" for i in _array_numbers(["dict", self._leaves[number]])}
         return sum(tensor.nbytes for name, tensor in self._tensors.items() if name.split(".")[0] in owners)
 
     def _array(self, number: int, codec_of: CodecOf) -> mx.array:
@@ -177,8 +176,8 @@ class StoredState:
 
 
 def fits(extra: str, tensors: dict[str, np.ndarray], codecs: Sequence[CodecOf], tokens: int) -> bool:
-    """Tell whether a snapshot, with so many tokens behind its block, describes the state of the leaves whose arrays are coded
-    by these, and has the tensors of just these arrays.
+    """Tell whether a snapshot's header, `extra`, describes the state of as many leaves as there are `codecs`, and its tensors
+    are those of just these arrays and of the `tokens` behind its block.
     """
     try:
         described = json.loads(extra)
@@ -186,18 +185,18 @@ def fits(extra: str, tensors: dict[str, np.ndarray], codecs: Sequence[CodecOf], 
         coded = described.get("coded", [None] * len(dtypes))
         if not (len(state) == len(codecs) and len(dtypes) == len(coded)):
             return False
-        wanted: dict[str, tuple[np.dtype[Any], Shape]] = {"tokens": (DTYPES["I64"], (tokens,))}
-        for i, name in enumerate(dtypes):
-            if coded[i] is None:
-                wanted[f"s{i}"] = element(name).numpy, tensors[f"s{i}"].shape
+        specs = [Spec("tokens", "I64", (tokens,))]
         for leaf, codec_of in zip(state, codecs, strict=True):
-            if not all(_is_described(value, len(dtypes)) for value in leaf.values()):
+            if not _is_described(["dict", leaf], len(dtypes)):
                 return False
-            for i in _arrays_of(leaf):
-                if coded[i] is not None:
-                    codec = codec_of(coded[i], dtypes[i]) if all(type(n) is int for n in coded[i]) else None
-                    specs = _coded_specs(i, coded[i], codec) if codec is not None else ()
-                    wanted |= {spec.name: (DTYPES[spec.dtype], spec.shape) for spec in specs}
+            for i in _array_numbers(["dict", leaf]):
+                shape, codec = coded[i], None
+                if shape is None:
+                    shape = tensors[f"s{i}"].shape
+                elif not all(type(n) is int for n in shape) or (codec := codec_of(shape, dtypes[i])) is None:
+                    return False
+                specs += _specs(i, dtypes[i], shape, codec)
+        wanted = {spec.name: (DTYPES[spec.dtype], spec.shape) for spec in specs}
         return wanted == {name: (array.dtype, array.shape) for name, array in tensors.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return False
@@ -206,7 +205,7 @@ def fits(extra: str, tensors: dict[str, np.ndarray], codecs: Sequence[CodecOf], 
 def _is_described(value: Any, arrays: int) -> bool:
     """Tell whether a value is a description that `describe_state` can give, where there are so many arrays."""
     if not isinstance(value, list):
-        return value is None or isinstance(value, (bool, int, float, str))
+        return value is None or isinstance(value, (int, float, str))
     kind, content = value
     if kind == "array":
         return type(content) is int and 0 <= content < arrays
@@ -214,11 +213,6 @@ def _is_described(value: Any, arrays: int) -> bool:
         return content in ("inf", "-inf", "nan")
     items = content.values() if kind == "dict" else content
     return kind in ("dict", "list", "tuple") and all(_is_described(item, arrays) for item in items)
-
-
-def _arrays_of(leaf: dict[str, Any]) -> list[int]:
-    """Return the numbers of the arrays in a leaf that is described so."""
-    return [number for value in leaf.values() for number in _array_numbers(value)]
 
 
 def _array_numbers(value: Any) -> Iterator[int]:

@@ -13,6 +13,7 @@ from mlx_lm.models.cache import ArraysCache, CacheList, KVCache
 from prefixcache import PrefixCache, TurboQuant
 from prefixcache.codecs import Codec, as_codec
 from prefixcache.image_format import Blueprint, HeaderFields, Spec
+from prefixcache.keys import canonical
 from prefixcache.layers.image_layout import Plan
 from prefixcache.layers.reading import read
 from prefixcache.layers.snapshots import encode_state
@@ -172,6 +173,16 @@ def test_snapshots_that_are_stored_as_they_are_are_read() -> None:
     image = draft.seal()
     assert coded.fits(image, "snapshot", 256, 44)
     assert all(map(mx.array_equal, coded.stored_state(image).leaf(0)["cache"], exact[0].cache))
+
+
+@pytest.mark.parametrize("shape", [[1, HEADS, 1, WIDTH], [], "1", [1.0, HEADS, ROWS, WIDTH]])
+def test_a_header_whose_coded_state_no_codec_gives_does_not_fit(shape: Any) -> None:
+    """Its tensors would be none, and a fetch would look for them."""
+    plan = Plan(read(layers()[:1]).layout, TurboQuant())
+    extra = {"state": [{"cache": ["list", [["array", 0]]]}], "dtypes": ["float32"], "coded": [shape]}
+    meta = HeaderFields("snapshot", *["0" * 64] * 3, "m", "{}", "{}", 256, canonical(extra))
+    image = Blueprint(meta, [Spec("tokens", "I64", (44,))]).draft().seal()
+    assert not plan.fits(image, "snapshot", 256, 44)
 
 
 # -- reuse ----------------------------------------------------------------------------------------------------------------
