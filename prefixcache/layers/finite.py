@@ -18,7 +18,7 @@ from prefixcache.codecs.threads import WORTH_A_THREAD, share_out
 from prefixcache.layers.adapters import Leaf, arrays_in, taken
 from prefixcache.layers.image_layout import Section, Tensors
 
-AT_ONCE = 1024  # tokens that a thread looks at
+AT_ONCE = 1024  # tokens of a stream that a thread looks at
 
 # A float that isn't finite has all bits of its exponent set. So no finite one is as large as the least of these, taken as an
 # integer with a sign, or where it is negative, without: two maxima tell, and no array is made for it.
@@ -64,8 +64,14 @@ def is_finite(values: Array, dtype: str) -> bool:
 
 def first_not_finite(leaves: Sequence[Leaf], first: int, last: int) -> NotFinite | None:
     """Return the first token, of `first` to `last` (not included), of which a leaf holds a row that isn't finite."""
-    rows = [each for number, leaf in enumerate(leaves) for each in _rows_of(number, leaf, first, last)]
-    if _all_finite(rows):
+    step = AT_ONCE if on_cpu() else max(last - first, 1)
+    rows = [
+        each
+        for number, leaf in enumerate(leaves)
+        for at in range(first, last, step)
+        for each in _rows_of(number, leaf, at, min(at + step, last))
+    ]
+    if _all_finite(rows) if on_cpu() else _all_finite_on_gpu(rows):
         return None
     lost = []
     for each in rows:  # it is rare: that the rows are looked at twice doesn't matter
@@ -77,8 +83,8 @@ def first_not_finite(leaves: Sequence[Leaf], first: int, last: int) -> NotFinite
 
 
 def image_not_finite(section: Section, tensors: Tensors, start: int) -> NotFinite | None:
-    """Return the first of an image's rows, which are of the tokens from `start` on, that isn't finite. Of rows that are coded
-    the scale tells: that of a row which isn't finite isn't, either, nor may that of others of its block be.
+    """Return the first of an image's rows, which are of the tokens from `start` on, that isn't finite. Coded rows are judged
+    by their scales: that of a row which isn't finite isn't, either; those of others of its block need not be.
     """
     lost = []
     for group in section.groups:
@@ -109,14 +115,12 @@ def _rows_of(number: int, leaf: Leaf, first: int, last: int) -> Iterator[LeafRow
             if low < end and array.size and name_of(array.dtype) in _NOT_FINITE:
                 yield LeafRows(number, low, end, array, leaf.where(low, end))
         if leaf.codes is not None and low < high:
-            scales = leaf.codes.scales.view(mx.float16)  # that of a row which isn't finite isn't, either
+            scales = leaf.codes.scales.view(mx.bfloat16)  # that of a row which isn't finite isn't, either
             yield LeafRows(number, low, high, scales, slice(low, high))
 
 
-def _launched(rows: Sequence[LeafRows]) -> list[mx.array]:
-    """Tell for each dtype whether a value isn't finite: the maxima of all streams are on their way before one is waited
-    for.
-    """
+def _all_finite_on_gpu(rows: Sequence[LeafRows]) -> bool:
+    """Tell whether all rows are finite: the maxima of all streams are on their way before one is waited for."""
     maxima: dict[str, tuple[list[mx.array], list[mx.array]]] = {}
     for each in rows:
         dtype = name_of(each.buffer.dtype)
@@ -129,26 +133,17 @@ def _launched(rows: Sequence[LeafRows]) -> list[mx.array]:
         positive, negative = mx.max(mx.stack(signed)) >= least, mx.max(mx.stack(unsigned)) >= least_negative
         flags.append(positive | negative)
     mx.eval(flags)
-    return flags
+    return not any(flag.item() for flag in flags)
 
 
 def _all_finite(rows: Sequence[LeafRows]) -> bool:
-    if not rows:
-        return True
-    if not on_cpu():
-        return not any(flag.item() for flag in _launched(rows))
     buffers = [borrow(each.buffer) for each in rows]
-    dtypes = [name_of(each.buffer.dtype) for each in rows]
-    parts = [(i, at) for i, each in enumerate(rows) for at in range(0, each.last - each.first, AT_ONCE)]
-    finite = [True] * len(parts)
+    finite = [True] * len(rows)
 
     def look(start: int, end: int) -> None:
-        for part in range(start, end):
-            i, at = parts[part]
-            where, last = rows[i].where, min(at + AT_ONCE, rows[i].last - rows[i].first)
-            taken = where[at:last] if isinstance(where, np.ndarray) else slice(where.start + at, where.start + last)
-            finite[part] = is_finite(buffers[i][:, :, taken], dtypes[i])
+        for i in range(start, end):
+            finite[i] = is_finite(buffers[i][:, :, rows[i].where], name_of(rows[i].buffer.dtype))
 
     nbytes = sum(buffer[:, :, 0].nbytes * (each.last - each.first) for buffer, each in zip(buffers, rows, strict=True))
-    share_out(len(parts), 1, nbytes // WORTH_A_THREAD, look)
+    share_out(len(rows), 1, nbytes // WORTH_A_THREAD, look)
     return all(finite)

@@ -111,6 +111,14 @@ def test_in_each_kind_of_layer(kind, part, at, way):
         cache.check_integrity()
 
 
+def test_live_codes_of_rows_that_are_as_large_as_numbers_get_are_finite(way):
+    """Their scales are bf16's: taken for float16, the largest would be infinite."""
+    live = TurboQuantKVCache()
+    live.update_and_fetch(*(rows(600, dtype=mx.bfloat16, seed=seed) * 2.0**123 for seed in (1, 2)))
+    with PrefixCache(ram="16MB", codec="turboquant:4", memory_reserve=0) as cache:
+        assert cache.store(list(range(600)), [live], model="m").tokens == 600
+
+
 def test_recurrent_state_that_is_not_finite_is_no_snapshot(way):
     tokens, live = list(range(600)), layers("plain", 600, None, 0)
     state = ArraysCache(2)
