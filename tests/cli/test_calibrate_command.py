@@ -185,6 +185,8 @@ def test_layers_with_windows_are_told_and_those_that_are_left_out_with_the_reaso
     assert "transformed: 1 of 4 layers, in 1 group" in done.stdout
     assert "layers 0-1, 3: recurrent state" in done.stdout
     assert "1 attends to the last 32 tokens" in done.stdout
+    rows = {line.split()[0]: line.split()[1:3] for line in done.stdout.splitlines() if line.split()}
+    assert (rows["raw"], rows["turboquant:4"]) == (["256", "B"], ["36", "B"])
 
 
 def test_a_basis_without_the_windows_is_made_again(tmp_path, monkeypatch):

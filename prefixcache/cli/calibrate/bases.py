@@ -13,24 +13,23 @@ from prefixcache.cli.evaluate.report import number
 from prefixcache.cli.tables import Grid, table
 from prefixcache.cli.text import age, foreign, size
 from prefixcache.codecs.transform.bases import Bases
-from prefixcache.codecs.transform.basis import SUFFIX, BasisError, read, summary
+from prefixcache.codecs.transform.basis import BasisError, summary
 from prefixcache.codecs.transform.codec import QUALITY
 
 Facts = dict[str, Any]
 
 
 def facts_of(folder: Path) -> Facts:
-    """Return the files, newest first, as a server takes them. `error` is None of a basis, and the reason of others."""
-    return {"folder": str(folder), "now": time.time(), "bases": list(map(_facts, Bases(folder).files()))}
+    """Return the files, newest first, as a server takes them: of each either its `basis` or the `error`, why it is none."""
+    bases = Bases(folder)
+    return {"folder": str(folder), "now": time.time(), "bases": [_facts(bases, path) for path in bases.files()]}
 
 
-def _facts(path: Path) -> Facts:
+def _facts(bases: Bases, path: Path) -> Facts:
     file: Facts = {"file": path.name, "written": None, "error": None, "basis": None}
     try:
         file["written"] = path.stat().st_mtime
-        basis = read(path)
-        if not path.name.endswith(f"{basis.hash}{SUFFIX}"):
-            raise BasisError("its content is not what its name says; delete it and calibrate again")
+        basis = bases.read(path)
         ratio = basis.fp16_bytes / basis.coded_bytes(QUALITY)
         file["basis"] = {**summary(basis), "quality": QUALITY, "ratio": ratio}
     except BasisError as error:
@@ -41,6 +40,7 @@ def _facts(path: Path) -> Facts:
 
 
 def screen_of(facts: Facts) -> list[Table | Text]:
+    """Return a table of the bases, and a line for each file that is none."""
     files = facts["bases"]
     if not files:
         return [foreign(f"{facts['folder']}: no basis; prefixcache calibrate MODEL makes one")]
@@ -57,15 +57,15 @@ def screen_of(facts: Facts) -> list[Table | Text]:
 def _row(file: Facts, now: float) -> dict[str, str]:
     """Return the cells by their headings."""
     basis = file["basis"]
-    measured = basis["measured"] or dict.fromkeys(("kl", "reference_kl"))
+    measured = basis["measured"] or {}
     return {
         "model": basis["model"].partition("@")[0],
         "hash": basis["hash"][:8],
         "layers in\ngroups": f"{basis['layers']} in {basis['groups']}",
         "RAM": size(basis["bytes"]),
         "smaller": f"{basis['ratio']:.1f} x",
-        "KL,\nnats": number(measured["kl"]),
-        "KL of\nturboquant:4": number(measured["reference_kl"]),
+        "KL,\nnats": number(measured.get("kl")),
+        "KL of\nturboquant:4": number(measured.get("reference_kl")),
         "metric": basis["metric"],
         "age": age(file["written"], now),
     }

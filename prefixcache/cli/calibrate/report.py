@@ -25,14 +25,12 @@ from prefixcache.codecs.transform.basis import GUESSED, MATCHED, NEAREST, Basis
 from prefixcache.codecs.transform.codec import QUALITY
 from prefixcache.image_format import Spec
 
-METRICS = {FISHER: "by gradients of what the model says next"}
 QUALITIES = (5.0, QUALITY, 3.0)
 RAM = 8 * 10**9  # bytes of which the table says how many tokens they hold
 PROMPT = 10_000  # tokens of which it says what is written, read or sent
-WITHOUT_GRADIENT = "by each layer's spread, since the model has no gradient"
 
 
-def divergence(basis: Basis) -> str:
+def _divergence(basis: Basis) -> str:
     """Return what was measured of quality 4."""
     if basis.measured is None:
         return f"KL not measured at quality {QUALITY:g}"
@@ -40,8 +38,8 @@ def divergence(basis: Basis) -> str:
     return f"KL {kl} nats at quality {QUALITY:g} (turboquant:4: {reference})"
 
 
-def doubt(basis: Basis) -> str:
-    """Return why quality 4 need not have the KL of turboquant:4; nothing where it has."""
+def _doubt(basis: Basis) -> str:
+    """Return why quality 4 need not have the KL of turboquant:4; "" where it has."""
     if basis.measured is None:
         return (
             f"quality {QUALITY:g} is a guess: KL takes windows of some {LONG_ENOUGH} tokens (--tokens), and a prompt "
@@ -56,6 +54,7 @@ def doubt(basis: Basis) -> str:
 
 
 def facts(calibrated: CalibratedBasis) -> dict[str, Any]:
+    """Return the report as values that JSON can hold."""
     basis, coded, fp16 = calibrated.basis, calibrated.basis.coded_bytes(QUALITY), calibrated.basis.fp16_bytes
     return {
         "file": str(calibrated.path),
@@ -89,11 +88,12 @@ def screen(calibrated: CalibratedBasis, job: Calibration, basis_dir: Path | None
     given: a server wants the same.
     """
     basis, coded, fp16 = calibrated.basis, calibrated.basis.coded_bytes(QUALITY), calibrated.basis.fp16_bytes
-    inside = basis.layers
-    layers, groups = many(inside + len(calibrated.left_out), "layer"), many(len(basis.groups), "group")
+    layers, groups = many(basis.layers + len(calibrated.left_out), "layer"), many(len(basis.groups), "group")
+    spread = "each layer's spread, since the model has no gradient"
+    weight = "gradients of what the model says next" if basis.metric == FISHER else spread
     lines = [
         f"{calibrated.path}{' (was there)' * calibrated.was_there}",
-        f"transformed: {inside} of {layers}, in {groups}",
+        f"transformed: {basis.layers} of {layers}, in {groups}",
         *_windows(basis),
     ]
     if calibrated.left_out:
@@ -101,15 +101,15 @@ def screen(calibrated: CalibratedBasis, job: Calibration, basis_dir: Path | None
     tokens = saved_from(basis)
     saved = f", which quality {QUALITY:g} saves from {tokens:,} tokens on, beside turboquant:4" if tokens else ""
     lines += [
-        f"on text it had not seen: {divergence(basis)}, {fp16 / coded:.1f} times smaller than fp16",
-        *(line for line in (doubt(basis),) if line),
-        f"errors are weighed {METRICS.get(basis.metric, WITHOUT_GRADIENT)}",
+        f"on text it had not seen: {_divergence(basis)}, {fp16 / coded:.1f} times smaller than fp16",
+        _doubt(basis),
+        f"errors are weighed by {weight}",
         f"the basis takes {size(basis.nbytes)} of RAM{saved}",
         "a token in the transformed layers:",
     ]
     words = ["prefixcache", "serve", "--model", job.model, *(["--adapter-path", job.adapter] if job.adapter else [])]
     words += ["--codec", "transform", *(["--basis-dir", str(basis_dir)] if basis_dir else [])]
-    return [*map(foreign, lines), table(grid(basis)), foreign(f"next: {shlex.join(words)}")]
+    return [*map(foreign, filter(None, lines)), table(grid(basis)), foreign(f"next: {shlex.join(words)}")]
 
 
 # -- what each codec takes --------------------------------------------------------------------------------------------
@@ -156,15 +156,13 @@ def saved_from(basis: Basis) -> int | None:
 
 
 def _token_bytes(basis: Basis, codec: Codec) -> float:
-    layers = [layer for group in basis.groups for layer in group.layers]
     total = 0
-    for layer in layers:
-        widths = layer.key_width, layer.value_width
-        keys = Stream(layer.index, len(layers), "keys", layer.heads, *widths, layer.dtype)
-        values = Stream(layer.index, len(layers), "values", layer.heads, *widths[::-1], layer.dtype)
-        for stream in (keys, values):
-            planes = codec.row_codec(stream).planes
-            total += sum(Spec(plane.name, plane.dtype, (stream.heads, *plane.shape)).nbytes for plane in planes)
+    for layer in (layer for group in basis.groups for layer in group.layers):
+        heads, key_width, value_width, dtype = layer.heads, layer.key_width, layer.value_width, layer.dtype
+        keys = Stream(0, 1, "keys", heads, key_width, value_width, dtype)  # these codecs code all layers alike
+        values = Stream(0, 1, "values", heads, value_width, key_width, dtype)
+        planes = codec.row_codec(keys).planes + codec.row_codec(values).planes
+        total += sum(Spec(plane.name, plane.dtype, (heads, *plane.shape)).nbytes for plane in planes)
     return float(total)
 
 

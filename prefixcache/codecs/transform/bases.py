@@ -39,7 +39,7 @@ class Bases:
         for path in self.files():
             try:
                 if _weights(model_of(path)) == wanted:
-                    basis = self._read(path)
+                    basis = self.read(path)
                     if _weights(basis.model) == wanted:
                         return basis
             except (BasisError, OSError) as error:
@@ -51,13 +51,15 @@ class Bases:
         if not is_hash(digest):
             raise BasisError(f"basis {digest!r}: not 32 hex digits")
         with _lock:
-            if digest in _loaded:
-                return _loaded[digest]
+            if (known := _loaded.get(digest)) is not None:
+                return known
         path = self.path_of(digest)
         if path is None:
             raise BasisError(f"basis {digest} is not in {self.folder}: bring its file there, or calibrate the model")
         try:
-            return self._read(path)
+            return self.read(path)
+        except BasisError as error:
+            raise BasisError(f"basis {path}: {error}") from None
         except OSError as error:
             raise BasisError(f"basis {path}: {error.strerror}") from None
 
@@ -73,7 +75,7 @@ class Bases:
         return next((path for path in self.files() if path.name.endswith(f"{digest}{SUFFIX}")), None)
 
     def files(self) -> list[Path]:
-        """Yield the files, newest first. A pipe would wait for its writer: only plain files count."""
+        """Return the files, newest first. A pipe would wait for its writer: only plain files count."""
         dated = []
         for path in self.folder.glob(f"*{SUFFIX}"):
             with contextlib.suppress(OSError):
@@ -104,15 +106,17 @@ class Bases:
         sync_folder(self.folder)
         return path
 
-    def _read(self, path: Path) -> Basis:
-        """Return a basis whose name is its content's."""
+    def read(self, path: Path) -> Basis:
+        """Return the basis of a file that is called after its content. BasisError for any other, OSError where it can't be
+        read.
+        """
         digest = path.name.removesuffix(SUFFIX)[-32:]
         with _lock:
             if (known := _loaded.get(digest)) is not None:
                 return known
             basis = read(path)
             if basis.hash != digest:
-                raise BasisError(f"{path}: its content is not what its name says; delete it and calibrate again")
+                raise BasisError("its content is not what its name says; delete it and calibrate again")
             return _loaded.setdefault(digest, basis)
 
 

@@ -253,7 +253,7 @@ def read(path: Path) -> Basis:
     """Return the basis in a file. BasisError for a file that is none, OSError for one that can't be read."""
     with open(path, "rb") as file:
         if os.fstat(file.fileno()).st_size > _LARGEST:
-            raise BasisError(f"{path}: larger than any basis")
+            raise BasisError("larger than any basis")
         return Basis(file.read())
 
 
