@@ -20,7 +20,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from prefixcache.codecs.threads import share_out, threads
+from prefixcache.codecs.threads import share_out
 from prefixcache.kernels import host_copy
 from prefixcache.kernels.dialects import Dialect, dialect_here
 
@@ -221,7 +221,7 @@ def _copy(targets: Sequence[Array], sources: Sequence[Array]) -> None:
         for target, source in zip(targets[first:last], sources[first:last], strict=True):
             target[...] = source
 
-    share_out(len(targets), 1, min(len(targets), threads()), copy)
+    share_out(len(targets), 1, len(targets), copy)
 
 
 def _lanes() -> Lanes | None:
