@@ -93,6 +93,13 @@ class Levels:
         return cls(mean, divisor)
 
 
+def same_levels(a: Levels | None, b: Levels | None) -> bool:
+    """Tell whether rows have the same codes with both; None: with no levels."""
+    if a is None or b is None or a is b:
+        return a is b
+    return np.array_equal(a.mean, b.mean) and np.array_equal(a.divisor, b.divisor)
+
+
 def neutral(heads: int, width: int) -> Levels:
     """Return levels that give the very codes that rows have without any."""
     return Levels(np.zeros((heads, width), np.float32), np.ones((heads, width), np.float32))

@@ -18,12 +18,11 @@ from prefixcache.codecs import RawRows
 from prefixcache.codecs.base import Encoding, side_by_side
 from prefixcache.codecs.gather import gather
 from prefixcache.codecs.interchange import CopyOut, borrow, on_cpu
-from prefixcache.codecs.levels import Levels, neutral
+from prefixcache.codecs.levels import Levels, neutral, same_levels
 from prefixcache.codecs.turboquant.coding import run_at, spans_of
 from prefixcache.codecs.turboquant.measure_levels import measure_levels
 from prefixcache.layers.adapters import Leaf, LiveCodes, arrays_in, taken
 from prefixcache.layers.image_layout import Group, Member, Section, Tensors
-from prefixcache.layers.live_codes import same
 from prefixcache.layers.transformed import merged
 from prefixcache.layers.write_back import WriteBack
 
@@ -158,7 +157,7 @@ def _copy_codes(
         for first, last, of_layer in spans_of(codes.runs, 0, target.first, target.last):
             stretch = [plane[first:last] for plane in planes]
             of_codes = getattr(of_layer, member.stream)
-            if not same(of_codes, of_target):
+            if not same_levels(of_codes, of_target):
                 rows = group.codec.decode([np.ascontiguousarray(plane) for plane in stretch], last - first, of_codes)
                 stretch = group.codec.encode(mx.swapaxes(rows, 0, 1), of_target)
             at = target.at + first - target.first

@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
 from prefixcache.codecs import RowCodec
-from prefixcache.codecs.levels import Levels
+from prefixcache.codecs.levels import Levels, same_levels
 from prefixcache.codecs.pieces import Piece
 from prefixcache.codecs.turboquant.codec import is_latent
 from prefixcache.codecs.turboquant.coding import Choice, LayerRows, Run, spans_of
 from prefixcache.codecs.turboquant.live import LevelStack, decode
-from prefixcache.layers.adapters import PARTS, PLAIN_CACHE, CacheError, Leaf
+from prefixcache.layers.adapters import PARTS, PLAIN_CACHE, CacheError, Layout, Leaf
 from prefixcache.layers.image_layout import Plan
 
 if TYPE_CHECKING:
@@ -35,18 +34,20 @@ def check(plan: Plan, leaves: Sequence[Leaf]) -> None:
     for i, leaf in enumerate(leaves):
         if leaf.codes is None or is_transformed(plan, i):
             continue
-        row_codecs = row_codecs_of(plan, i)
-        choice = leaf.codes.choice
-        if not choice.same_codes(Choice.of(*row_codecs, plan.sink_tokens)):
+        choice, row_codecs = leaf.codes.choice, _row_codecs(plan, i)
+        kept = Choice.of(*row_codecs, plan.sink_tokens)
+        if not choice.same_codes(kept):
+            kinds = [type(rows).__name__.removesuffix("Rows").lower() for rows in row_codecs]
+            how = f"by {kept}" if kept is not None else " and ".join(dict.fromkeys(kinds))
             raise CacheError(
                 f"layer {plan.layer_of[i]} (TurboQuantKVCache): its rows are coded by {choice}, and here the layer's are "
-                f"kept {_said(plan, *row_codecs)}; open the PrefixCache with that codec, or store what dequantize() gives"
+                f"kept {how}; open the PrefixCache with that codec, or store what dequantize() gives"
             )
         for part, rows in zip(PARTS, row_codecs, strict=True):
             heads = plan.places[i][part][1].heads
             for run in leaf.codes.runs:
-                of_part: Levels | None = getattr(run.levels, part)
-                if of_part is not None and not _can_be_kept(of_part, (heads, rows.width), rows.centred):
+                levels: Levels | None = getattr(run.levels, part)
+                if levels is not None and not _can_be_kept(levels, (heads, rows.width), rows.centred):
                     raise CacheError(
                         f"layer {plan.layer_of[i]} (TurboQuantKVCache): the levels of its {part} are none that an image can "
                         f"keep of {heads} heads of {rows.width}; store what dequantize() gives"
@@ -62,55 +63,44 @@ def decoded(leaf: Leaf, first: int, last: int) -> Leaf:
     """Return a leaf without codes that has the rows of tokens `first` to `last` (not included): what its codes decode to, or
     the exact ones beside them.
     """
-    codes, arrays = leaf.codes, {}
+    codes, kind, arrays = leaf.codes, _kind_of(leaf.layout), {}
     assert codes is not None
-    (_, _, heads, key_width, dtype, _), (_, _, _, value_width, _, _) = leaf.layout["streams"]
-    forms = codes.choice.forms(LayerRows(heads, key_width, value_width, dtype))
+    assert kind is not None
+    forms = codes.choice.forms(kind)
     exact = min(max(first, codes.choice.sink_tokens), last)
     words = slice(codes.key_words), slice(codes.key_words, None)
     for i, part in enumerate(PARTS):
         pieces = [leaf.arrays[part][:, :, first:exact]] if first < exact else []
         for low, high, of_layer in spans_of(codes.runs, 0, exact, last):
-            stack = LevelStack([getattr(of_layer, part)], forms[i], heads)
-            pieces.append(decode(codes.codes[:, :, low:high, words[i]], codes.scales[:, :, low:high, i], dtype, stack))
+            stack = LevelStack([getattr(of_layer, part)], forms[i], kind.heads)
+            coded, scales = codes.codes[:, :, low:high, words[i]], codes.scales[:, :, low:high, i]
+            pieces.append(decode(coded, scales, kind.dtype, stack))
         arrays[part] = mx.concatenate(pieces, axis=2)
     mx.eval(arrays)
-    where = partial(_behind, first)
-    return Leaf(leaf.layout, leaf.positions, ((first, last),), arrays, where)
+    return Leaf(leaf.layout, leaf.positions, ((first, last),), arrays, lambda a, b: slice(a - first, b - first))
 
 
-def _behind(first: int, a: int, b: int) -> slice:
-    return slice(a - first, b - first)
+def _kind_of(layout: Layout) -> LayerRows | None:
+    """Return what rows a KVCache of this layout has; None for none, or where keys and values differ in more than width."""
+    if not layout["streams"]:
+        return None
+    (_, _, heads, key_width, dtype, _), (_, _, value_heads, value_width, value_dtype, _) = layout["streams"]
+    return LayerRows(heads, key_width, value_width, dtype) if (heads, dtype) == (value_heads, value_dtype) else None
 
 
-def _can_be_kept(of_part: Levels, shape: tuple[int, int], centred: bool) -> bool:
+def _can_be_kept(levels: Levels, shape: tuple[int, int], centred: bool) -> bool:
     """Tell whether an image's tensors can keep these levels, to the bit."""
-    mean, divisor = of_part.mean, of_part.divisor
+    mean, divisor = levels.mean, levels.divisor
     if mean.shape != shape or divisor.shape != shape or not (np.isfinite(divisor).all() and (divisor >= 1).all()):
         return False
-    packed = of_part.packed()
-    return same(of_part, Levels.unpacked(packed if centred else packed._replace(mean=None)))
+    packed = levels.packed()
+    return same_levels(levels, Levels.unpacked(packed if centred else packed._replace(mean=None)))
 
 
-def row_codecs_of(plan: Plan, leaf: int) -> tuple[RowCodec, RowCodec]:
+def _row_codecs(plan: Plan, leaf: int) -> tuple[RowCodec, RowCodec]:
     """Return the row codecs of a sliceable leaf's keys and values: of a transformed layer, what codes it in a live cache."""
     keys, values = (plan.row_codecs[leaf][part] for part in PARTS)
     return keys, values
-
-
-def _said(plan: Plan, keys: RowCodec, values: RowCodec) -> str:
-    choice = Choice.of(keys, values, plan.sink_tokens)
-    if choice is not None:
-        return f"by {choice}"
-    kinds = [type(rows).__name__.removesuffix("Rows").lower() for rows in (keys, values)]
-    return " and ".join(dict.fromkeys(kinds))
-
-
-def same(a: Levels | None, b: Levels | None) -> bool:
-    """Tell whether rows have the same codes with both."""
-    if a is b or a is None or b is None:
-        return a is b
-    return a.mean.shape == b.mean.shape and np.array_equal(a.mean, b.mean) and np.array_equal(a.divisor, b.divisor)
 
 
 def differing(plan: Plan, leaves: Sequence[Leaf], first: int, last: int, wanted: Sequence[Levels | None]) -> int:
@@ -126,7 +116,7 @@ def differing(plan: Plan, leaves: Sequence[Leaf], first: int, last: int, wanted:
                 apart = [
                     high - low
                     for low, high, of_layer in spans_of(codes.runs, 0, first, last)
-                    if not same(getattr(of_layer, member.stream), of_member)
+                    if not same_levels(getattr(of_layer, member.stream), of_member)
                 ]
                 most = max(most, sum(apart))
     return most
@@ -140,12 +130,10 @@ def choice_of(plan: Plan, leaf: int) -> Choice | None:
     stored: another class than KVCache, rows kept by another codec, latents.
     """
     layout = plan.leaves[leaf]
-    if layout["class"] != PLAIN_CACHE or not layout["streams"]:
+    kind = _kind_of(layout) if layout["class"] == PLAIN_CACHE else None
+    if kind is None or is_latent(kind.heads, *kind.widths):
         return None
-    (_, _, heads, key_width, dtype, _), (_, _, value_heads, value_width, value_dtype, _) = layout["streams"]
-    if is_latent(heads, key_width, value_width) or (heads, dtype) != (value_heads, value_dtype):
-        return None
-    return Choice.of(*row_codecs_of(plan, leaf), plan.sink_tokens)
+    return Choice.of(*_row_codecs(plan, leaf), plan.sink_tokens)
 
 
 def waiting(plain: Any, choice: Choice) -> TurboQuantKVCache:
@@ -164,10 +152,10 @@ class CodedLeaf(NamedTuple):
 
 def live(plan: Plan, leaf: int, choice: Choice, coded: CodedLeaf, rows: int, capacity: int) -> TurboQuantKVCache:
     """Make a live cache of `rows` rows that takes these codes as they are, evaluated."""
-    (_, _, heads, key_width, dtype, _), (_, _, _, value_width, _, _) = plan.leaves[leaf]["streams"]
-    codes = _buffers(coded.pieces, row_codecs_of(plan, leaf), heads, capacity)
+    kind = _kind_of(plan.leaves[leaf])
+    assert kind is not None
+    codes = _buffers(coded.pieces, _row_codecs(plan, leaf), kind.heads, capacity)
     sinks = (coded.sinks[0], coded.sinks[1]) if coded.sinks else None
-    kind = LayerRows(heads, key_width, value_width, dtype)
     return _live_class().from_codes(choice, kind, coded.runs, codes, rows, sinks)
 
 

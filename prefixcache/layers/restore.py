@@ -7,6 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from prefixcache.codecs.levels import same_levels
 from prefixcache.codecs.pieces import Piece, decode
 from prefixcache.codecs.turboquant.coding import Choice, LayerLevels, Run
 from prefixcache.image_format import Image
@@ -82,8 +83,8 @@ class Restorer:
         """
         runs = self._rows.leading(0, self._rows.tokens)
         coded = next((run.at for run in runs if not run.coded), self._rows.tokens)
-        is_joined = (leaf, PARTS[0]) in self._plan.joined_places
-        levelled = self._levelled(leaf, runs) if coded and not is_joined else []
+        transformed = live_codes.is_transformed(self._plan, leaf)
+        levelled = self._levelled(leaf, runs) if coded and not transformed else []
         if not 0 < len(levelled) <= MOST_LEVELS:
             return live_codes.waiting(self._of_stored_class(leaf), choice)
         plan, pieces, sinks, tail = self._plan, [], [], []
@@ -111,7 +112,7 @@ class Restorer:
             if run.coded:
                 places = (self._plan.places[leaf][part] for part in PARTS)
                 both = LayerLevels(*(self._plan.rows.groups[g].levels(run.tensors, of) for g, of in places))
-                if not levelled or not all(map(live_codes.same, levelled[-1].levels, both)):
+                if not levelled or not all(map(same_levels, levelled[-1].levels, both)):
                     levelled.append(Run(run.at, both))
         return levelled
 

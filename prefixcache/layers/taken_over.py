@@ -14,10 +14,10 @@ import mlx.core as mx
 import numpy as np
 
 from prefixcache.blocks.masks import mask_of, runs_of
+from prefixcache.codecs.levels import same_levels
 from prefixcache.codecs.turboquant.coding import spans_of
 from prefixcache.layers.adapters import Leaf, LiveCodes
 from prefixcache.layers.image_layout import Group, Joined, Member, Plan, Tensors
-from prefixcache.layers.live_codes import same
 from prefixcache.layers.transformed import CodedBlocks, DamagedBlock, codes_of, decode_joined
 from prefixcache.layers.write_back import decoded_rows
 
@@ -134,5 +134,5 @@ def _same_codes(
         stored = tensors[name][run.at : run.at + last - first, member.in_group]
         alike &= (stored == plane[first:last]).reshape(last - first, -1).all(1)
     for low, high, of_layer in spans_of(codes.runs, 0, first, last):
-        alike[low - first : high - first] &= same(getattr(of_layer, member.stream), of_image)
+        alike[low - first : high - first] &= same_levels(getattr(of_layer, member.stream), of_image)
     return mx.array(alike)

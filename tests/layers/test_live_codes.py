@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from prefixcache import CacheError, PrefixCache, TurboQuant
+from prefixcache.codecs.levels import same_levels
 from prefixcache.codecs.turboquant.codec import TurboQuantRows
 from prefixcache.codecs.turboquant.coding import Run
 from prefixcache.keys import BLOCK
-from prefixcache.layers.live_codes import same
 from prefixcache.layers.restore import MOST_LEVELS
 from prefixcache.live.decoding import decoded_sequence
 from prefixcache.live.levels import SharedLevels
@@ -335,7 +335,7 @@ def test_levels_that_a_live_cache_measured_are_those_of_all_its_blocks(cache: Pr
     back = fetched(cache, LONG)
     assert starts(back) == [[0]] * 2
     for a, b in zip(live, back, strict=True):
-        assert all(map(same, layer_of(a).runs[0][0].levels, layer_of(b).runs[0][0].levels))
+        assert all(map(same_levels, layer_of(a).runs[0][0].levels, layer_of(b).runs[0][0].levels))
     cache.store(list(range(2000, 2600)), skewed(600, 1), model="m")
     assert same_bits(live, fetched(cache, LONG))
 
