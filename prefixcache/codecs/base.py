@@ -72,7 +72,7 @@ class RowCodec(Protocol):
     """How one row of `width` values of `dtype` is kept. Immutable and hashable: equal row codecs share one tensor.
 
     Rows and planes have the shape (tokens, heads, ...) on their way in and in images; what comes out for a live cache
-    is (heads, capacity, width). bf16 is uint16 in NumPy.
+    is (heads, tokens, width). bf16 is uint16 in NumPy.
     """
 
     @property
@@ -105,15 +105,16 @@ class RowCodec(Protocol):
     def encode_blocks(
         self, rows: mx.array, blocks: int, levels: Sequence[Levels], measured_from: Sequence[int], decoded: bool
     ) -> EncodedBlocks:
-        """Encode blocks of equally many tokens, rows (heads, blocks * tokens, width), as `encode` does.
+        """Encode blocks of equally many tokens, rows (heads, blocks * tokens, width), as `encode` does, and with `decoded`
+        decode their codes on the device.
 
-        Levels are given by block, or measured, of each block from this row on; of a codec that has none both are empty.
-        Codes don't leave the device to be decoded.
+        `levels` are those of each block; or else they are measured, of each block from its row `measured_from` on. Both are
+        empty for a codec that has none.
         """
         ...
 
-    def decode(self, planes: Sequence[Array], capacity: int, levels: Levels | None = None) -> mx.array:
-        """Decode on MLX's default device: planes (tokens, heads, ...) -> (heads, capacity, width), zero from `tokens` on."""
+    def decode(self, planes: Sequence[Array], levels: Levels | None = None) -> mx.array:
+        """Decode on MLX's default device: planes (tokens, heads, ...) -> (heads, tokens, width)."""
         ...
 
     def decode_blocks(self, planes: Sequence[mx.array], levels: LazyLevels | None) -> mx.array:
@@ -153,12 +154,3 @@ def heads_first(rows: mx.array) -> mx.array:
     """Lay (blocks, heads, tokens, width) -> (heads, blocks * tokens, width)."""
     blocks, heads, tokens, width = rows.shape
     return mx.swapaxes(rows, 0, 1).reshape(heads, blocks * tokens, width)
-
-
-def encode_blocks(codec: RowCodec, rows: mx.array, blocks: int, levels: Levels | None, decoded: bool) -> EncodedBlocks:
-    """Do what `RowCodec.encode_blocks` does, by the codec's other methods. `levels` are those of heads x blocks."""
-    sides = side_by_side(rows, blocks)
-    planes = codec.encode(sides, levels)
-    decoded_rows = codec.decode(planes, len(sides), levels).reshape(rows.shape) if decoded else None
-    by_block = [plane.reshape(len(sides), -1, blocks, *plane.shape[2:]) for plane in planes]
-    return EncodedBlocks([plane.transpose(2, 0, 1, *range(3, plane.ndim)) for plane in by_block], None, decoded_rows)

@@ -235,9 +235,3 @@ def check_rows(rows: mx.array, width: int, dtype: str) -> None:
             f"rows of shape {tuple(rows.shape)} and dtype {name_of(rows.dtype)}: "
             f"this codec takes (tokens, heads, {width}) of {dtype}; ask for a row codec of that stream"
         )
-
-
-def check_capacity(tokens: int, capacity: int) -> None:
-    """Raise ValueError if `tokens` rows don't fit."""
-    if capacity < tokens:
-        raise ValueError(f"capacity={capacity}: {tokens} tokens don't fit; ask for at least {tokens}")

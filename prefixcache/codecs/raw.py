@@ -10,19 +10,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import mlx.core as mx
-import numpy as np
 
-from prefixcache.codecs.base import (
-    Decoding,
-    EncodedBlocks,
-    Encoding,
-    Plane,
-    RowCodec,
-    Stream,
-    encode_blocks,
-    heads_first,
-)
-from prefixcache.codecs.interchange import Array, bring_in, check_capacity, check_rows, copy_out, element
+from prefixcache.codecs.base import Decoding, EncodedBlocks, Encoding, Plane, RowCodec, Stream, heads_first
+from prefixcache.codecs.interchange import Array, bring_in, check_rows, copy_out, element
 from prefixcache.codecs.levels import LazyLevels, Levels
 from prefixcache.codecs.threads import SHARE, WORTH_A_THREAD, share_out
 
@@ -59,23 +49,18 @@ class RawRows:
     def encode_blocks(
         self, rows: mx.array, blocks: int, levels: Sequence[Levels], measured_from: Sequence[int], decoded: bool
     ) -> EncodedBlocks:
-        return encode_blocks(self, rows, blocks, None, decoded)
+        apart = rows.reshape(len(rows), blocks, rows.shape[1] // blocks, self.width)
+        return EncodedBlocks([copy_out(mx.transpose(apart, (1, 2, 0, 3)))], None, rows if decoded else None)
 
-    def decode(self, planes: Sequence[Array], capacity: int, levels: Levels | None = None) -> mx.array:
-        """Decode [(tokens, heads, width)] -> (heads, capacity, width) of `dtype`, zero from row `tokens` on."""
-        (rows,) = planes
-        tokens, heads, _ = rows.shape
-        check_capacity(tokens, capacity)
-        buffer = np.empty((heads, capacity, self.width), element(self.dtype).numpy)
-        buffer[:, :tokens] = rows.swapaxes(0, 1)
-        buffer[:, tokens:] = 0
-        return bring_in(buffer, self.dtype)
+    def decode(self, planes: Sequence[Array], levels: Levels | None = None) -> mx.array:
+        """Decode [(tokens, heads, width)] -> (heads, tokens, width) of `dtype`."""
+        return bring_in(planes[0].swapaxes(0, 1), self.dtype)
 
     def decode_blocks(self, planes: Sequence[mx.array], levels: LazyLevels | None) -> mx.array:
         return heads_first(mx.swapaxes(planes[0].view(element(self.dtype).mlx), 1, 2))
 
     def decode_all(self, batch: Sequence[Decoding]) -> None:
-        """Copy, shared out among threads: memory is waited for, and the next piece's can come meanwhile."""
+        """Copy, shared out among threads: while one waits for memory, the others copy."""
 
         def copy(first: int, last: int) -> None:
             for (source,), rows, _ in batch[first:last]:

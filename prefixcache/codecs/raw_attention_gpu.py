@@ -16,7 +16,7 @@ from prefixcache.kernels.raw_attention import RawAttentionKind
 
 
 class UncodedRows(NamedTuple):
-    """The rows of B sequences that are kept as they are, of `rows` that there are, padding included.
+    """The rows that are kept as they are of B sequences, which have `rows` rows each, padding included.
 
     `recent` keys and values (B, heads, ring, width): row r in place r % ring, contiguous; `sinks` the same of the first
     tokens, (B, heads, n, width), or None. `pads` int32 (B,): the row of each sequence's first token, None: 0. `floors`
@@ -42,14 +42,6 @@ def takes(uncoded: UncodedRows, queries: mx.array) -> bool:
     )
 
 
-@lru_cache(maxsize=64)
-def _kind(
-    numbers: tuple[int, int, int, int, float, bool], dtypes: tuple[mx.Dtype | None, ...], pads: bool, floors: bool
-) -> RawAttentionKind:
-    rows, queries, mask, logits = (name_of(dtype) if dtype is not None else "" for dtype in dtypes)
-    return RawAttentionKind(*numbers, rows, queries, queries, mask, logits, pads, floors)
-
-
 @lru_cache(maxsize=1)
 def _nothing() -> mx.array:
     nothing = mx.zeros((1,))
@@ -64,19 +56,21 @@ def attend(uncoded: UncodedRows, coded: AttentionPart, call: AttentionCall) -> m
     """
     keys, values = uncoded.recent
     queries, mask, logits = call.queries, call.mask_of(uncoded.rows), call.logits
-    sinks = uncoded.sinks[0].shape[2] if uncoded.sinks is not None else 0
-    kind = _kind(
-        (keys.shape[3], values.shape[3], sinks, keys.shape[2], call.scale, call.causal and queries.shape[2] > 1),
-        (
-            keys.dtype,
-            queries.dtype,
-            mask.dtype if mask is not None else None,
-            logits.dtype if logits is not None else None,
-        ),
-        uncoded.pads is not None,
-        uncoded.floors is not None,
+    kind = RawAttentionKind(
+        key_width=keys.shape[3],
+        value_width=values.shape[3],
+        sinks=uncoded.sinks[0].shape[2] if uncoded.sinks is not None else 0,
+        ring=keys.shape[2],
+        scale=call.scale,
+        causal=call.causal and queries.shape[2] > 1,
+        rows=name_of(keys.dtype),
+        queries=name_of(queries.dtype),
+        mask=name_of(mask.dtype) if mask is not None else "",
+        logits=name_of(logits.dtype) if logits is not None else "",
+        pads=uncoded.pads is not None,
+        floors=uncoded.floors is not None,
     )
     room = mx.broadcast_to(_nothing(), (uncoded.rows,))  # a number reaches a kernel as a shape for nothing
     given = (*coded, queries, room, keys, values, *(uncoded.sinks or ()), uncoded.pads, uncoded.floors, mask, logits)
-    result: mx.array = raw_attention.attend(gpu_rows._dialect(), kind, [array for array in given if array is not None])
+    result: mx.array = raw_attention.attend(gpu_rows.dialect(), kind, [array for array in given if array is not None])
     return result

@@ -6,8 +6,8 @@ threads has one query row: its simdgroups share out the rows, the lanes of each 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -158,9 +158,10 @@ BODY = """
 """
 
 
-@dataclass(frozen=True)
-class RawAttentionKind:
-    """What the kernel is compiled for. `mask`, `logits`: their dtype, or "" where there are none."""
+class RawAttentionKind(NamedTuple):
+    """What the kernel is compiled for. `rows`, `queries`, `mask`, `logits`: their dtypes, "" for a mask or logits that there
+    aren't. The output has the queries'.
+    """
 
     key_width: int
     value_width: int
@@ -170,7 +171,6 @@ class RawAttentionKind:
     causal: bool
     rows: str
     queries: str
-    result: str
     mask: str
     logits: str
     pads: bool
@@ -198,7 +198,7 @@ def source_of(kind: RawAttentionKind) -> KernelSource:
         "HAS_PADS": int(kind.pads),
         "HAS_FLOORS": int(kind.floors),
         "HAS_LOGITS": int(bool(kind.logits)),
-        "ELEMENT": ELEMENTS.index(kind.result),
+        "ELEMENT": ELEMENTS.index(kind.queries),
         "SCALE_LOG2_E": bits_of(kind.scale * LOG2_E),
         "LOG2_E": bits_of(LOG2_E),
     }
@@ -226,6 +226,6 @@ def _kernel(dialect: Dialect, kind: RawAttentionKind) -> Kernel:
 def attend(dialect: Dialect, kind: RawAttentionKind, inputs: list[mx.array]) -> mx.array:
     """Launch the kernel on its inputs, in the order of `source_of`, as far as there are. Return the output."""
     batch, query_heads, length, _ = shape = inputs[0].shape
-    outputs = [(shape, getattr(mx, kind.result))]
+    outputs = [(shape, getattr(mx, kind.queries))]
     (result,) = launch(_kernel(dialect, kind), inputs, outputs, batch * query_heads * length, THREADS)
     return result

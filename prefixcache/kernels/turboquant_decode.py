@@ -119,12 +119,12 @@ BODY = """
   }
   barrier();
 #endif
-  const u32 tokens = codes_shape[0], heads = codes_shape[1], capacity = room_shape[0];
-  const u32 tile = tile_of(capacity, heads, groups);
+  const u32 tokens = codes_shape[0], heads = codes_shape[1];
+  const u32 tile = tile_of(tokens, heads, groups);
   const u32 lane = member % LANES;
   const u32 head = group % heads;
   const u32 first = group / heads * tile;
-  const u32 end = first + tile < capacity ? first + tile : capacity;
+  const u32 end = first + tile < tokens ? first + tile : tokens;
 
   float own_spread[VALUES];
 #if LEVELLED
@@ -169,15 +169,8 @@ BODY = """
 
     const u32 start = ahead - ROWS_AT_ONCE;
     const u32 own = start + member / LANES;
-    const u64 to = (u64(head) * capacity + own) * WIDTH + 8 * lane;
-    if (start + member / SIMD_WIDTH * (SIMD_WIDTH / LANES) >= tokens) {  // not one row of this simdgroup's
-      const float zeros[8] = {0};
-      if (own < end) {
-        UNROLL for (int s = 0; s < SLOTS; s++)
-          store_chunk(reinterpret_cast<DEVICE u32*>(rows + to + 8 * LANES * s), zeros);
-      }
-      continue;
-    }
+    const u64 to = (u64(head) * tokens + own) * WIDTH + 8 * lane;
+    if (start + member / SIMD_WIDTH * (SIMD_WIDTH / LANES) >= tokens) continue;  // not one row of this simdgroup's
 
     u32 p[VALUES / 2];
     UNROLL for (int s = 0; s < SLOTS; s++) {
@@ -225,9 +218,6 @@ BODY = """
     if (!safe) {  // or NaN
       UNROLL for (int i = 0; i < VALUES; i++) v[i] = cut(v[i]);
     }
-    if (own >= tokens) {
-      UNROLL for (int i = 0; i < VALUES; i++) v[i] = 0.0f;
-    }
     if (own < end) {
       UNROLL for (int s = 0; s < SLOTS; s++) store_chunk(reinterpret_cast<DEVICE u32*>(rows + to + 8 * LANES * s), v + 8 * s);
     }
@@ -242,7 +232,7 @@ def _packed(rows: RowKind) -> bool:
 
 def source_of(rows: RowKind) -> KernelSource:
     """Return the decoder of such rows. Inputs: codes uint32 (tokens, heads, words) and scales uint16 (tokens, heads),
-    strided; room, anything of shape (capacity,), not read; if levelled, levels float32 (2, heads, width): mean, spread.
+    strided; if levelled, levels float32 (2, heads, width): mean, spread.
     """
     power = rows.width // rows.factor
     # No value of y exceeds this: the greatest length of a row, lengthened by both rounds.
@@ -261,7 +251,7 @@ def source_of(rows: RowKind) -> KernelSource:
     text = defines(constants)
     if rows.bits < 8:
         text += table("CENTROIDS", [-c for c in reversed(rows.magnitudes)] + list(rows.magnitudes))
-    inputs = ("codes", "scales", "room", "levels") if rows.levelled else ("codes", "scales", "room")
+    inputs = ("codes", "scales", "levels") if rows.levelled else ("codes", "scales")
     functions = rows.defines() + text + FUNCTIONS + DECODER
     return KernelSource("turboquant_decode", inputs, ("rows",), functions, BODY)
 
@@ -271,16 +261,10 @@ def _kernel(dialect: Dialect, rows: RowKind) -> Kernel:
     return build(dialect, source_of(rows))
 
 
-def decode(
-    dialect: Dialect, kind: RowKind, codes: mx.array, scales: mx.array, capacity: int, levels: mx.array | None
-) -> mx.array:
-    """Decode codes uint32 (tokens, heads, words), scales uint16 (tokens, heads), not empty -> rows (heads, capacity,
-    width), zeros from `tokens` on.
-    """
-    heads = codes.shape[1]
-    # A number reaches a kernel as a shape for nothing; an array made for it would be copied to the GPU first.
-    room = mx.broadcast_to(scales[:1, 0], (capacity,))
-    inputs = [codes, scales, room] if levels is None else [codes, scales, room, levels]
-    outputs = [((heads, capacity, kind.width), getattr(mx, kind.dtype))]
-    (rows,) = launch(_kernel(dialect, kind), inputs, outputs, groups_of(kind, capacity, heads), THREADS)
+def decode(dialect: Dialect, kind: RowKind, codes: mx.array, scales: mx.array, levels: mx.array | None) -> mx.array:
+    """Decode codes uint32 (tokens, heads, words), scales uint16 (tokens, heads), not empty -> rows (heads, tokens, width)."""
+    tokens, heads, _ = codes.shape
+    inputs = [codes, scales] if levels is None else [codes, scales, levels]
+    outputs = [((heads, tokens, kind.width), getattr(mx, kind.dtype))]
+    (rows,) = launch(_kernel(dialect, kind), inputs, outputs, groups_of(kind, tokens, heads), THREADS)
     return rows

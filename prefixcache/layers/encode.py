@@ -158,7 +158,7 @@ def _copy_codes(
             stretch = [plane[first:last] for plane in planes]
             of_codes = getattr(of_layer, member.stream)
             if not same_levels(of_codes, of_target):
-                rows = group.codec.decode([np.ascontiguousarray(plane) for plane in stretch], last - first, of_codes)
+                rows = group.codec.decode([np.ascontiguousarray(plane) for plane in stretch], of_codes)
                 stretch = group.codec.encode(mx.swapaxes(rows, 0, 1), of_target)
             at = target.at + first - target.first
             for name, plane in zip(group.names, stretch, strict=True):

@@ -158,7 +158,7 @@ class StoredState:
         if codec.levelled:
             levels = Levels.unpacked(PackedLevels(None, self._tensors[f"s{number}.root"]))
         planes = [self._tensors[f"s{number}.{plane.name}"] for plane in codec.planes]
-        return codec.decode(planes, len(planes[0]), levels)[None]
+        return codec.decode(planes, levels)[None]
 
     def _revived(self, value: Any, codec_of: CodecOf) -> Any:
         """Return the value that was described so, with its arrays."""

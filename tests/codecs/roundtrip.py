@@ -25,10 +25,9 @@ def normal_rows(n: int, width: int, dtype: str = "float32", seed: int = 0) -> mx
     return rows_of(np.random.default_rng(seed).standard_normal((n, 1, width)), dtype)
 
 
-def decoded(codec: Any, planes: list[np.ndarray], capacity: int | None = None) -> mx.array:
-    """Planes as encoded -> rows (tokens, heads, width), or `capacity` of them."""
-    tokens = len(planes[0])
-    return codec.decode(planes, tokens if capacity is None else capacity).swapaxes(0, 1)
+def decoded(codec: Any, planes: list[np.ndarray]) -> mx.array:
+    """Planes as encoded -> rows (tokens, heads, width)."""
+    return codec.decode(planes).swapaxes(0, 1)
 
 
 def as_float64(rows: mx.array) -> np.ndarray:

@@ -174,23 +174,12 @@ def test_a_transposed_cache_has_the_codes_of_its_copy() -> None:
     assert all(np.array_equal(a, b) for a, b in zip(turned, copied, strict=True))
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_the_room_behind_the_rows_is_zero(dtype: str) -> None:
-    codec = TurboQuantRows(96, dtype, 4)
-    planes = codec.encode(normal_rows(6, 96, dtype).reshape(3, 2, 96))
-    back = codec.decode(planes, 8)
-    assert back.shape == (2, 8, 96)
-    assert back.dtype == getattr(mx, dtype)
-    assert not bits_of(back)[:, 3:].any()
-    assert np.array_equal(bits_of(back)[:, :3], bits_of(codec.decode(planes, 3)))
-
-
 def test_no_rows_are_fine() -> None:
     codec = TurboQuantRows(64, "float16", 3)
     for shape in ((0, 4, 64), (4, 0, 64)):
         planes = codec.encode(mx.zeros(shape, mx.float16))
         assert [plane.shape for plane in planes] == [(*shape[:2], 6), shape[:2]]
-        assert codec.decode(planes, 5).shape == (shape[1], 5, 64)
+        assert codec.decode(planes).shape == (shape[1], shape[0], 64)
 
 
 def test_temporaries_stay_small_beside_a_large_input() -> None:
@@ -202,7 +191,7 @@ def test_temporaries_stay_small_beside_a_large_input() -> None:
     encoding = tracemalloc.get_traced_memory()[1] - sum(plane.nbytes for plane in planes)
     tracemalloc.reset_peak()
     held = tracemalloc.get_traced_memory()[0]
-    codec.decode(planes, 512)
+    codec.decode(planes)
     decoding = tracemalloc.get_traced_memory()[1] - held - rows.nbytes
     tracemalloc.stop()
     assert max(encoding, decoding) < 8 << 20
@@ -244,7 +233,9 @@ def test_the_largest_rows_come_back_finite(dtype: str) -> None:
     )
     for bits in BITS:
         codec = TurboQuantRows(128, dtype, bits)
-        back = as_float64(decoded(codec, codec.encode(rows)))
+        made = decoded(codec, codec.encode(rows))
+        assert made.dtype == rows.dtype
+        back = as_float64(made)
         assert np.isfinite(back).all()
         assert np.sum(back * as_float64(rows) / largest**2) > 0.5 * 128
 
@@ -349,8 +340,6 @@ def test_bad_parameters_are_named() -> None:
         TurboQuantRows(0, "float16", 4)
     with pytest.raises(ValueError, match=r"\(tokens, heads, 64\) of float16"):
         TurboQuantRows(64, "float16", 4).encode(mx.zeros((1, 1, 32), mx.float16))
-    with pytest.raises(ValueError, match="capacity=0"):
-        TurboQuantRows(64, "float16", 4).decode([np.zeros((1, 1, 8), np.uint32), np.zeros((1, 1), np.uint16)], 0)
 
 
 @pytest.mark.parametrize(
@@ -375,8 +364,8 @@ def test_rows_that_have_no_kernel_on_a_gpu_are_coded_on_the_host(monkeypatch: py
     rows = rows_of(np.random.default_rng(0).standard_normal((5, 2, 72)), "bfloat16")
     codec = TurboQuantRows(72, "bfloat16", 3)
     planes = codec.encode(rows)
-    back = codec.decode(planes, 8)
+    back = codec.decode(planes)
     monkeypatch.setattr("prefixcache.codecs.turboquant.backends.on_cpu", lambda: False)
     monkeypatch.setattr("prefixcache.codecs.turboquant.gpu_rows.available", lambda: True)
     assert all(np.array_equal(a, b) for a, b in zip(codec.encode(rows), planes, strict=True))
-    assert np.array_equal(bits_of(codec.decode(planes, 8)), bits_of(back))
+    assert np.array_equal(bits_of(codec.decode(planes)), bits_of(back))

@@ -70,7 +70,7 @@ def kernels(scale: str) -> Iterator[Figure]:
 
 
 def _of_bits(bits: int, rows: list[mx.array], scale: str) -> Iterator[Figure]:
-    form, tokens, calls = form_of(WIDTH, bits, 0), rows[0].shape[0], CALLS[scale]
+    form, calls = form_of(WIDTH, bits, 0), CALLS[scale]
     levels = _levels()
     to, back = turboquant_gpu.for_encoding(levels), turboquant_gpu.for_decoding(levels, form)
     forms: dict[str, tuple[mx.array | None, mx.array | None]] = {"plain": (None, None), "levelled": (to, back)}
@@ -86,7 +86,7 @@ def _of_bits(bits: int, rows: list[mx.array], scale: str) -> Iterator[Figure]:
     for name, (to, back) in forms.items():
         works[f"encode {name}"] = lambda i, to=to: turboquant_gpu.encode_arrays(rows[i], form, to)
         works[f"decode {name}"] = lambda i, name=name, back=back: turboquant_gpu.decode_arrays(
-            *coded[name][i], tokens, "float16", form, back
+            *coded[name][i], "float16", form, back
         )
     clocks = [timed(work, calls) for work in works.values()]
     for once in clocks:

@@ -151,7 +151,7 @@ def _exact(rows: CodedRows, queries: mx.array, mask: Any, causal: bool) -> Any:
     parts = []
     for at, form, part in ((slice(None, rows.key_words), rows.keys, 0), (slice(rows.key_words, None), rows.values, 1)):
         codes, scales = (mx.swapaxes(x, 0, 1) for x in (rows.codes[0, ..., at], rows.scales[0, ..., part]))
-        parts.append(copy_out(turboquant_gpu.decode_arrays(codes, scales, len(codes), "float32", form, None)))
+        parts.append(copy_out(turboquant_gpu.decode_arrays(codes, scales, "float32", form, None)))
     group = queries.shape[1] // rows.codes.shape[1]
     keys, values = (np.repeat(x.astype(np.float64), group, 0) for x in parts)
     length, tokens = queries.shape[2], keys.shape[1]

@@ -34,7 +34,7 @@ def coded(rows: np.ndarray, bits: int, levels: Levels | None = None, seed: int =
     """fp16 rows (n, width) through the codec and back, in float32."""
     codec = TurboQuantRows(rows.shape[1], "float32", bits, seed)
     planes = codec.encode(mx.array(rows.astype(np.float32)[:, None]), levels)
-    return np.array(codec.decode(planes, len(rows), levels))[0].astype(np.float64)
+    return np.array(codec.decode(planes, levels))[0].astype(np.float64)
 
 
 def levels_of(rows: np.ndarray) -> Levels:

@@ -21,11 +21,10 @@ from prefixcache.codecs.base import (
     Plane,
     RowCodec,
     Stream,
-    encode_blocks,
     heads_first,
     side_by_side,
 )
-from prefixcache.codecs.interchange import FLOATS, Array, borrow, bring_in, check_capacity, check_rows, element
+from prefixcache.codecs.interchange import FLOATS, Array, borrow, bring_in, check_rows, element
 from prefixcache.codecs.levels import LazyLevels, Levels
 from prefixcache.codecs.packing import words_of
 from prefixcache.codecs.raw import RawRows
@@ -108,7 +107,8 @@ class TurboQuantRows:
             known = Levels.interleaved(levels) if levels else None
             if measured is not None:
                 known = Levels.unpacked(measured.packed(self.centred))
-            planes, _, back = encode_blocks(self, rows, blocks, known, decoded)
+            of_sides = self.encode(sides, known)
+            planes, back = _planes_by_block(of_sides, blocks), self.decode(of_sides, known) if decoded else None
         by_block = LazyLevels(*(_by_block(part, blocks) for part in measured)) if measured is not None else None
         return EncodedBlocks(planes, by_block, back.reshape(rows.shape) if back is not None else None)
 
@@ -121,27 +121,24 @@ class TurboQuantRows:
         if measured is not None:
             to_encode, to_decode = gpu_rows.for_both(measured, self.form)
         planes = gpu_rows.encode_arrays(sides, self.form, to_encode)
-        by_block = [plane.reshape(len(sides), -1, blocks, *plane.shape[2:]) for plane in planes]
-        by_block = [mx.contiguous(mx.transpose(plane, (2, 0, 1, *range(3, plane.ndim)))) for plane in by_block]
+        by_block = [mx.contiguous(plane) for plane in _planes_by_block(planes, blocks)]
         mx.async_eval(by_block, *(measured or ()))
         back = None
         if decoded:
-            back = gpu_rows.decode_arrays(*planes, len(sides), self.dtype, self.form, to_decode)
+            back = gpu_rows.decode_arrays(*planes, self.dtype, self.form, to_decode)
             mx.async_eval(back)
         return by_block, back
 
-    def decode(self, planes: Sequence[Array], capacity: int, levels: Levels | None = None) -> mx.array:
-        """Decode [codes (tokens, heads, words), scale (tokens, heads)] -> (heads, capacity, width), zero from `tokens` on."""
+    def decode(self, planes: Sequence[Array], levels: Levels | None = None) -> mx.array:
+        """Decode [codes (tokens, heads, words), scale (tokens, heads)] -> (heads, tokens, width)."""
         codes, scales = planes
         tokens, heads = scales.shape
-        check_capacity(tokens, capacity)
         if heads * tokens == 0:
-            return mx.zeros((heads, capacity, self.width), element(self.dtype).mlx)
+            return mx.zeros((heads, tokens, self.width), element(self.dtype).mlx)
         if backends.on_gpu(self.form):
-            return gpu_rows.decode(codes, scales, capacity, self.dtype, self.form, levels)
-        rows = np.empty((heads, capacity, self.width), element(self.dtype).numpy)
-        self.decode_all([Decoding((codes, scales), rows[:, :tokens], levels)])
-        rows[:, tokens:] = 0
+            return gpu_rows.decode(codes, scales, self.dtype, self.form, levels)
+        rows = np.empty((heads, tokens, self.width), element(self.dtype).numpy)
+        self.decode_all([Decoding((codes, scales), rows, levels)])
         return bring_in(rows, self.dtype)
 
     def decode_blocks(self, planes: Sequence[mx.array], levels: LazyLevels | None) -> mx.array:
@@ -152,15 +149,21 @@ class TurboQuantRows:
         flat = LazyLevels(*(part.reshape(sides, self.width) for part in levels)) if levels is not None else None
         if backends.on_gpu(self.form):
             to_decode = gpu_rows.for_decoding_lazily(flat, self.form) if flat is not None else None
-            rows = gpu_rows.decode_arrays(codes, scales, tokens, self.dtype, self.form, to_decode)
+            rows = gpu_rows.decode_arrays(codes, scales, self.dtype, self.form, to_decode)
         else:
             unpacked = Levels.unpacked(flat.packed(self.centred)) if flat is not None else None
-            rows = self.decode([borrow(codes), borrow(scales)], tokens, unpacked)
+            rows = self.decode([borrow(codes), borrow(scales)], unpacked)
         return heads_first(rows.reshape(blocks, heads, tokens, self.width))
 
     def decode_all(self, batch: Sequence[Decoding]) -> None:
         """Decode codes uint32 (tokens, heads, words), scale uint16 (tokens, heads) -> into rows, bf16 as uint16."""
         backends.decode_all(batch, self.dtype, self.form)
+
+
+def _planes_by_block(planes: Sequence[Any], blocks: int) -> list[Any]:
+    """Turn planes (tokens, heads * blocks, ...), of MLX or NumPy -> (blocks, tokens, heads, ...)."""
+    apart = [plane.reshape(len(plane), -1, blocks, *plane.shape[2:]) for plane in planes]
+    return [plane.transpose(2, 0, 1, *range(3, plane.ndim)) for plane in apart]
 
 
 def _by_block(levels: mx.array, blocks: int) -> mx.array:

@@ -97,7 +97,7 @@ def _kernels(traits: _AttentionTraits) -> Attention:
         last=traits.bounds[1],
         sinks=name_of(traits.logits) if traits.logits is not None else "",
     )
-    return Attention(gpu_rows._dialect(), kind)
+    return Attention(gpu_rows.dialect(), kind)
 
 
 def encode_pair(
@@ -144,4 +144,4 @@ def _encoded(rows: mx.array, form: Form, levels: mx.array | None) -> tuple[mx.ar
 
 @lru_cache(maxsize=64)
 def _pair_encoder(form: Form, dtype: mx.Dtype, levelled: bool) -> PairEncoder:
-    return PairEncoder(gpu_rows._dialect(), gpu_rows._kind(form, name_of(dtype), levelled))
+    return PairEncoder(gpu_rows.dialect(), gpu_rows._kind(form, name_of(dtype), levelled))

@@ -35,9 +35,9 @@ def available() -> bool:
 
 def describe() -> str:
     """Return "Metal kernel", "CUDA kernel", or why there is none."""
-    dialect = dialect_here()
-    if dialect is not None:
-        return f"{dialect.name.title() if dialect.name == 'metal' else dialect.name.upper()} kernel"
+    here = dialect_here()
+    if here is not None:
+        return f"{here.name.title() if here.name == 'metal' else here.name.upper()} kernel"
     if mx.default_device().type != mx.DeviceType.gpu:
         return "no GPU kernel: MLX's default device is the CPU"
     return "no GPU kernel: this MLX has neither Metal nor CUDA"
@@ -74,28 +74,28 @@ def encode_arrays(rows: mx.array, form: Form, levels: Levels | mx.array | None) 
     kind = _kind(form, name_of(rows.dtype), levels is not None)
     if isinstance(levels, Levels):
         levels = for_encoding(levels)
-    return turboquant_encode.encode(_dialect(), kind, rows, levels)
+    return turboquant_encode.encode(dialect(), kind, rows, levels)
 
 
-def decode(codes: Array, scales: Array, capacity: int, dtype: str, form: Form, levels: Levels | None) -> mx.array:
-    """Decode codes (tokens, heads, words), scales (tokens, heads), as `encode` gives -> (heads, capacity, width), lazy."""
-    return decode_arrays(_as_mlx(codes), _as_mlx(scales), capacity, dtype, form, levels)
+def decode(codes: Array, scales: Array, dtype: str, form: Form, levels: Levels | None) -> mx.array:
+    """Decode codes (tokens, heads, words), scales (tokens, heads), as `encode` gives -> (heads, tokens, width), lazy."""
+    return decode_arrays(_as_mlx(codes), _as_mlx(scales), dtype, form, levels)
 
 
 def decode_arrays(
-    codes: mx.array, scales: mx.array, capacity: int, dtype: str, form: Form, levels: Levels | mx.array | None
+    codes: mx.array, scales: mx.array, dtype: str, form: Form, levels: Levels | mx.array | None
 ) -> mx.array:
-    """Do what `decode` does with MLX arrays, which may be transposed or sliced views. Rows from `tokens` on are zeros.
+    """Do what `decode` does with MLX arrays, which may be transposed or sliced views.
 
     Levels may be given as `for_decoding` makes them, where the same ones serve many calls.
     """
     tokens, heads, _ = codes.shape
     if tokens * heads == 0:
-        return mx.zeros((heads, capacity, form.width), element(dtype).mlx)
+        return mx.zeros((heads, tokens, form.width), element(dtype).mlx)
     kind = _kind(form, dtype, levels is not None)
     if isinstance(levels, Levels):
         levels = for_decoding(levels, form)
-    return turboquant_decode.decode(_dialect(), kind, codes, scales, capacity, levels)
+    return turboquant_decode.decode(dialect(), kind, codes, scales, levels)
 
 
 def _as_mlx(array: Array) -> mx.array:
@@ -120,7 +120,7 @@ def measure_levels(rows: mx.array, centred: bool, firsts: Sequence[int]) -> Lazy
     kind = turboquant_measure.MeasureKind(
         width, name_of(rows.dtype), centred, LEAST_ROWS, FAR, FLOOR, STEPS * POWER, MOST_STEPS
     )
-    mean, steps = turboquant_measure.measure(_dialect(), kind, rows, mx.array(list(firsts), mx.int32))
+    mean, steps = turboquant_measure.measure(dialect(), kind, rows, mx.array(list(firsts), mx.int32))
     return LazyLevels(mean.astype(mx.bfloat16), steps.astype(mx.uint8))
 
 
@@ -165,11 +165,12 @@ def _in_gpu_memory(array: Array) -> mx.array:
     return mx.array(array) * 1
 
 
-def _dialect() -> Dialect:
-    dialect = dialect_here()
-    if dialect is None:
+def dialect() -> Dialect:
+    """Return the dialect of the GPU's kernels. RuntimeError unless `available`."""
+    here = dialect_here()
+    if here is None:
         raise RuntimeError(f"{describe()}; ask `available` first")
-    return dialect
+    return here
 
 
 @lru_cache(maxsize=64)

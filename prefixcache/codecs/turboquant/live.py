@@ -130,7 +130,7 @@ def _decoded_on_gpu(codes: mx.array, scales: mx.array, dtype: str, levels: Level
     if mean_and_spread is not None:
         one_for_all = mean_and_spread.shape[1] == 1
         mean_and_spread = mean_and_spread[:, 0] if one_for_all else mx.contiguous(mean_and_spread[:, sequence])
-    return gpu_rows.decode_arrays(codes, scales, codes.shape[0], dtype, levels.form, mean_and_spread)
+    return gpu_rows.decode_arrays(codes, scales, dtype, levels.form, mean_and_spread)
 
 
 def attend(rows: CodedRows, call: AttentionCall) -> AttentionPart | None:
