@@ -40,7 +40,7 @@ class Codebook:
 
     @property
     def half(self) -> int:
-        """Return the code of the smallest value of u >= 0."""
+        """Return the code of the least c that isn't negative."""
         return 1 << (self.bits - 1)
 
     @property
@@ -65,9 +65,9 @@ class Codebook:
 # shares of rms and peak: the best pairs of sixteenths over rows of 64 to 256 normal values. 8 bits: steps of the peak give
 # 4.2e-5 at width 128 and cut nothing; Lloyd-Max for N(0,1) has 4.1e-5, the best uniform grid 8.9e-5.
 CODEBOOKS: dict[int, Codebook] = {
-    1: Codebook(1, (1,), 1.25, 1.0, 0.0, 0),
-    2: Codebook(2, (3, 10), 6.625, 1.0, 0.0, 2),
-    3: Codebook(3, (10, 31, 55, 88), 40.875, 0.46875, 1.5, 5),
-    4: Codebook(4, (5, 15, 25, 36, 48, 62, 79, 104), 38.125, 0.15625, 2.5, 5),
-    8: Codebook(8, tuple(range(128)), 127.0, 0.0, 1.0, 2),
+    1: Codebook(1, (1,), grid=1.25, by_rms=1.0, by_peak=0.0, shift=0),
+    2: Codebook(2, (3, 10), grid=6.625, by_rms=1.0, by_peak=0.0, shift=2),
+    3: Codebook(3, (10, 31, 55, 88), grid=40.875, by_rms=0.46875, by_peak=1.5, shift=5),
+    4: Codebook(4, (5, 15, 25, 36, 48, 62, 79, 104), grid=38.125, by_rms=0.15625, by_peak=2.5, shift=5),
+    8: Codebook(8, tuple(range(128)), grid=127.0, by_rms=0.0, by_peak=1.0, shift=2),
 }
