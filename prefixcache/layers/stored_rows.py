@@ -18,7 +18,7 @@ from prefixcache.image_format import Image
 from prefixcache.keys import BLOCK
 from prefixcache.layers.image_layout import Place, Plan, Section, Tensors
 from prefixcache.layers.stacks import RowRun, Stacks
-from prefixcache.layers.transformed import CodedBlocks, DecodedGroup, codes_of, decode_joined
+from prefixcache.layers.transformed import CodedBlocks, DecodedGroup, Stretch, codes_of, decode_joined
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,40 +127,39 @@ class StoredRows:
         """Return the rows of a layer that keeps every token: sinks, then codes, then the tail as it is."""
         plan, sinks = self.plan, 0
         pieces: list[Piece] = []
-        coded, uncoded = self._coded_runs
+        coded = self._coded_runs
         if (sink_place := plan.sink_places[leaf].get(stream)) is not None and coded and not coded[0].at:
             sinks = min(plan.sink_tokens, self.tokens)
             pieces = self._pieces(plan.sinks, sink_place, self.leading(0, sinks))
         if (leaf, stream) in plan.joined_places:
-            pieces += [piece.since(sinks) for piece in self._of_joined(leaf, stream, None, plan.rows, coded)]
+            pieces += [piece.since(sinks) for piece in self._of_joined(leaf, stream, None, coded)]
         elif coded:
             pieces += [piece.since(sinks) for piece in self._pieces(plan.rows, plan.places[leaf][stream], coded)]
-        return pieces + self._pieces(plan.tails, plan.tail_places[leaf][stream], uncoded)
+        return pieces + self._pieces(plan.tails, plan.tail_places[leaf][stream], self._uncoded_runs)
 
     @cached_property
-    def _coded_runs(self) -> tuple[list[RowRun], list[RowRun]]:
-        """Return the runs of tokens whose rows are coded, and the runs of all other tokens."""
-        runs = self.leading(0, self.tokens)
-        return [run for run in runs if run.coded], [run for run in runs if not run.coded]
+    def _coded_runs(self) -> list[RowRun]:
+        return [run for run in self.leading(0, self.tokens) if run.coded]
+
+    @cached_property
+    def _uncoded_runs(self) -> list[RowRun]:
+        return [run for run in self.leading(0, self.tokens) if not run.coded]
 
     def _pieces(self, section: Section, place: Place, runs: Sequence[RowRun]) -> list[Piece]:
         """Return one stream's rows of these runs. For the same runs pass the same list."""
         return pieces_of(section, place, runs) if self._stacks is None else self._stacks.pieces(section, place, runs)
 
-    def _of_joined(
-        self, leaf: int, stream: str, window: int | None, section: Section, runs: Sequence[RowRun]
-    ) -> list[Piece]:
-        """Return the rows in these coded runs of a stream that is transformed with others of its section."""
+    def _of_joined(self, leaf: int, stream: str, window: int | None, runs: Sequence[RowRun]) -> list[Piece]:
+        """Return the rows in these coded runs of a stream that is transformed with others of its window."""
         plan = self.plan
         if window not in self._joined:
-            first = 0 if window is None else self._first_row(window)
+            section, shift = (plan.rows, 0) if window is None else (plan.windowed[window], self._shift(window))
             asked = [
-                plan.joined_places[at][0]
-                for joined in section.joined
-                for at in joined.streams
-                if self._layers is None or plan.layer_of[at[0]] in self._layers
+                j
+                for j, joined in enumerate(section.joined)
+                if self._layers is None or any(plan.layer_of[leaf] in self._layers for leaf, _ in joined.streams)
             ]
-            self._joined[window] = JoinedRows(section, runs, first, list(dict.fromkeys(asked)))
+            self._joined[window] = JoinedRows(section, runs, shift, asked)
         tails = plan.tails if window is None else plan.window_tails[window]
         codec = tails.groups[plan.tail_places[leaf][stream][0]].codec
         return self._joined[window].pieces(*plan.joined_places[leaf, stream], codec)
@@ -176,10 +175,11 @@ class StoredRows:
             pieces += self._pieces(plan.window_sinks[window], sink_place, runs.sunk)
             coded = runs.coded
         if (leaf, stream) in plan.joined_places:
-            return pieces + self._of_joined(leaf, stream, window, plan.windowed[window], coded)
+            return pieces + self._of_joined(leaf, stream, window, coded)
         return pieces + self._pieces(plan.windowed[window], plan.places[leaf][stream], coded)
 
     def _runs_of_window(self, window: int) -> WindowRuns:
+        """Return the same runs for all of the window's streams."""
         if window not in self._windows:
             coded_names = self.plan.windowed[window].names
             runs = WindowRuns([], [], [], [])
@@ -195,13 +195,14 @@ class StoredRows:
             self._windows[window] = runs
         return self._windows[window]
 
-    def _window_runs(self, index: int) -> Iterator[RowRun]:
-        low, shift = self.plan.windows[index].first(self.tokens), self._first_row(index)
+    def _window_runs(self, window: int) -> Iterator[RowRun]:
+        """Yield the runs of the window's tokens, block by block."""
+        low, shift = self.plan.windows[window].first(self.tokens), self._shift(window)
         for block in self.blocks:
             missing = mask_of(low - block.start, self.tokens - block.start)
             sinks = self.plan.sunk(block.start)
             for image in block.windows:
-                mask = image.mask[index]
+                mask = image.mask[window]
                 for asked in (mask & missing & sinks, mask & missing & ~sinks):
                     for first, last in runs_of(asked):
                         before = mask & mask_of(0, first)
@@ -209,36 +210,36 @@ class StoredRows:
                         yield RowRun(image.tensors, before.bit_count(), last - first, block.start + first - shift, sunk)
                 missing &= ~mask
 
-    def _first_row(self, index: int) -> int:
-        """Return the token whose row would be the first in a window's buffer, if the window began there."""
-        window = self.plan.windows[index]
-        low = window.first(self.tokens)
-        # A full ring: the row behind the kept ones is the next to be overwritten, and never read.
-        full = not window.chunked and self.tokens > window.size
-        return low - (window.keep + 1 if full else 0 if window.chunked else low)
+    def _shift(self, window: int) -> int:
+        """Return by how much a token's number exceeds that of its row in the window's buffer. Kept rows are not shifted."""
+        of = self.plan.windows[window]
+        # In a full ring the row behind the kept ones is no token's: it is the next to be overwritten, and never read.
+        return of.first(self.tokens) if of.chunked else max(self.tokens - of.size, 0)
 
 
 class JoinedRows:
-    """Rows of a section's joined streams in coded runs, for buffers that begin with token `first`. A group of joined streams
-    is decoded at once, in the order `asked`, and kept until streams of another group are asked for.
+    """Rows of a section's joined streams in coded runs, for buffers where token t's row is t - `shift`. A group of joined
+    streams is decoded at once, in the order `asked`, and kept until streams of another group are asked for.
     """
 
-    def __init__(self, section: Section, runs: Sequence[RowRun], first: int, asked: Sequence[int]):
-        self._section, self._runs, self._first = section, runs, first
-        self._group: tuple[int, DecodedGroup] | None = None
+    def __init__(self, section: Section, runs: Sequence[RowRun], shift: int, asked: Sequence[int]):
+        self._section, self._runs, self._shift = section, runs, shift
+        self._number: int | None = None
+        self._stretches: list[Stretch] = []
         self._next_groups = self._decoded(asked)
         self._unchecked: list[DecodedGroup] = []
 
     def pieces(self, j: int, number: int, codec: RowCodec) -> list[Piece]:
         """Return the rows of one stream of the section's `joined[j]`; `codec` keeps rows as they are."""
-        if self._group is None or self._group[0] != j:
-            group = next(self._next_groups, None)
-            if group is None or group[0] != j:
-                group = next(self._decoded([j]))
-            self._group = group
-            self._unchecked.append(group[1]._replace(stretches=[]))
-        pieces = [stretch.piece(number, codec) for stretch in self._group[1].stretches]
-        return [piece._replace(at=piece.at - self._first) for piece in pieces]
+        if self._number != j:
+            decoded = next(self._next_groups, None)
+            if decoded is None or decoded[0] != j:
+                decoded = next(self._decoded([j]))
+            self._number, group = decoded
+            self._stretches = group.stretches
+            self._unchecked.append(group._replace(stretches=[]))
+        pieces = [stretch.piece(number, codec) for stretch in self._stretches]
+        return [piece._replace(at=piece.at - self._shift) for piece in pieces]
 
     def check(self) -> None:
         """Raise DamagedBlock if codes that were decoded were written by no encoder. Waits for the GPU."""
@@ -248,8 +249,10 @@ class JoinedRows:
     def _decoded(self, numbers: Sequence[int]) -> Iterator[tuple[int, DecodedGroup]]:
         coded = []
         for joined in (self._section.joined[j] for j in numbers):
-            places = [(run, slice(run.first, run.first + run.rows)) for run in self._runs]
-            blocks = [(run.at + self._first, codes_of(joined, run.tensors, rows)) for run, rows in places]
+            blocks = [
+                (run.at + self._shift, codes_of(joined, run.tensors, slice(run.first, run.first + run.rows)))
+                for run in self._runs
+            ]
             coded.append(CodedBlocks(joined, blocks))
         yield from zip(numbers, decode_joined(coded) if coded else (), strict=True)
 
