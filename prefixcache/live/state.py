@@ -15,20 +15,21 @@ from prefixcache.codecs.packing import words_of
 from prefixcache.codecs.turboquant.coding import Choice, LayerLevels, LayerRows, Run
 from prefixcache.live.buffers import Alignment, CodeBuffer, FirstRows, RecentRows, RowBuffer
 from prefixcache.live.layer import CodedLayer
-from prefixcache.live.ragged import Pair
 
 VERSION = 1
 
 
-def described(layer: CodedLayer, right: Sequence[int] | None = None) -> list[mx.array]:
-    """Return all of a layer as a list of arrays; the first is JSON (uint8), so that it can be saved like any other state."""
+def to_arrays(layer: CodedLayer, right: Sequence[int] | None = None) -> list[mx.array]:
+    """Return all of a layer as a list of arrays; the first is JSON (uint8), so that it can be saved like any other state.
+    `right`: each sequence's padding on the right.
+    """
     in_use, alignment = layer.levels_in_use(), layer.alignment
     numbers = {id(levels): i for i, levels in enumerate(in_use)}
     uncoded = layer.waiting.arrays if layer.waiting is not None else layer.sinks.arrays
     buffers = [layer.codes.arrays, uncoded, layer.recent.arrays]
     header = {
         "version": VERSION,
-        "choice": list(layer.choice),
+        "choice": layer.choice,
         "kind": layer.kind,
         "rows": alignment.rows,
         "pads": alignment.pads,
@@ -53,11 +54,11 @@ class SavedLayer(NamedTuple):
     right: list[int] | None
 
 
-def restored(state: Sequence[mx.array]) -> SavedLayer:
-    """Return the layer that was `described` so. ValueError for what is no such state."""
+def from_arrays(state: Sequence[mx.array]) -> SavedLayer:
+    """Return what `to_arrays` was given. ValueError for arrays that it can't have made."""
     try:
         arrays = iter(state)
-        header: dict[str, Any] = json.loads(bytes(borrow(next(arrays)).tobytes()))
+        header: dict[str, Any] = json.loads(borrow(next(arrays)).tobytes())
         if header["version"] != VERSION:
             raise ValueError(f"its version is {header['version']}, this release reads {VERSION}")
         layer = CodedLayer.empty(Choice(*header["choice"]))
@@ -90,23 +91,22 @@ def _check(layer: CodedLayer) -> None:
 
 
 def _arrays_fit(layer: CodedLayer, kind: LayerRows) -> bool:
-    rows, dtype, has_arrays = layer.rows, element(kind.dtype).mlx, False
+    dtype = element(kind.dtype).mlx
     words = sum(words_of(form.width, form.codebook.bits) for form in layer.choice.forms(kind))
-    widths: list[tuple[tuple[int, ...], mx.Dtype]] = [((width,), dtype) for width in kind.widths]
-    wanted: list[tuple[Pair | None, list[tuple[tuple[int, ...], mx.Dtype]], int]] = [
-        (layer.codes.arrays, [((words,), mx.uint32), ((2,), mx.uint16)], rows),
-        (layer.waiting.arrays if layer.waiting is not None else None, widths, rows),
-        (layer.sinks.arrays, widths, layer.sinks.size),
-        (layer.recent.arrays, widths, layer.recent.size),
+    waiting = layer.waiting.arrays if layer.waiting is not None else None
+    wanted = [
+        (layer.codes.arrays, (words, 2), (mx.uint32, mx.uint16), layer.rows),
+        (waiting, kind.widths, (dtype, dtype), layer.rows),
+        (layer.sinks.arrays, kind.widths, (dtype, dtype), layer.sinks.size),
+        (layer.recent.arrays, kind.widths, (dtype, dtype), layer.recent.size),
     ]
-    for arrays, kinds, least in wanted:
-        for array, (last, kept_as) in zip(arrays or (), kinds, strict=False):
-            has_arrays = True
-            fits = array.shape[:2] == (layer.batch, kind.heads) and array.shape[3:] == last
-            if not fits or array.dtype != kept_as or array.shape[2] < least:
+    for arrays, widths, dtypes, least in wanted:
+        for array, width, of_array in zip(arrays or (), widths, dtypes, strict=False):
+            rows = max(array.shape[2], least)
+            if array.shape != (layer.batch, kind.heads, rows, width) or array.dtype != of_array:
                 return False
     for levels in layer.levels_in_use():
         for part, width in zip(levels, kind.widths, strict=True):
             if part is not None and not part.mean.shape == part.divisor.shape == (kind.heads, width):
                 return False
-    return rows == 0 or has_arrays
+    return layer.rows == 0 or any(arrays for arrays, *_ in wanted)

@@ -20,7 +20,7 @@ from prefixcache.live.layer_state import NO_ROWS
 from prefixcache.live.levels import SharedLevels
 from prefixcache.live.protocol import LiveCache
 from prefixcache.live.ragged import check_numbers, chosen, numbers
-from prefixcache.live.state import described, restored
+from prefixcache.live.state import from_arrays, to_arrays
 from prefixcache.upstream import hook_attention
 
 if TYPE_CHECKING:
@@ -79,11 +79,11 @@ class TurboQuantKVCache(LiveCache):
     @property
     def state(self) -> list[mx.array]:
         """Return all of it as arrays, of which the first describes the others: to evaluate, to save, for `from_state`."""
-        return described(self._layer)
+        return to_arrays(self._layer)
 
     @state.setter
     def state(self, state: Sequence[mx.array]) -> None:
-        layer = restored(state).layer
+        layer = from_arrays(state).layer
         if any(layer.pads):
             raise ValueError("the state of a batch; use BatchTurboQuantKVCache.from_state")
         self._layer = layer
@@ -262,11 +262,11 @@ class BatchTurboQuantKVCache(LiveCache):
     @property
     def state(self) -> list[mx.array]:
         """Return the whole batch as arrays, of which the first describes the others."""
-        return described(self._layer, right=self._right)
+        return to_arrays(self._layer, right=self._right)
 
     @state.setter
     def state(self, state: Sequence[mx.array]) -> None:
-        self._adopt(*restored(state))
+        self._adopt(*from_arrays(state))
 
     def __repr__(self) -> str:
         layer = self._layer
