@@ -14,8 +14,8 @@ from prefixcache import PrefixCache
 from prefixcache.cli.plan import facts as plan_facts
 from prefixcache.cli.plan import planner
 from prefixcache.cli.plan import text as plan_text
+from prefixcache.cli.plan.known_models import KNOWN_MODELS
 from prefixcache.cli.plan.options import DEFAULT_CODEC
-from prefixcache.cli.plan.shapes import SHAPES
 from prefixcache.codecs.choice import as_codec
 from prefixcache.codecs.transform.basis import read
 from prefixcache.planning.model import ModelState
@@ -133,7 +133,7 @@ def planned(call, trace):
 # -- of a model -------------------------------------------------------------------------------------------------------
 
 
-def test_a_name_that_is_no_path_is_one_of_the_known_shapes(call):
+def test_a_name_that_is_no_path_is_one_of_the_known_models(call):
     done = call("plan", "--model", "qwen3-8b", "--json")
     assert done.exit_code == 0, done.output
     facts = json.loads(done.stdout)
@@ -155,8 +155,8 @@ def test_a_name_that_is_no_path_is_one_of_the_known_shapes(call):
         ("qwen3-30b-a3b", 30.5, 98_304),
     ],
 )
-def test_the_known_shapes_are_those_of_their_makers(name, billions, live):
-    state = ModelState.of(SHAPES[name], name)
+def test_the_known_models_are_those_of_their_makers(name, billions, live):
+    state = ModelState.of(KNOWN_MODELS[name], name)
     assert state.parameters / 1e9 == pytest.approx(billions, rel=0.005)
     assert StateSizes(state, as_codec("raw")).raw_bytes_per_token == live
 
@@ -240,7 +240,7 @@ def test_without_a_basis_a_transformed_models_sizes_are_estimated_and_marked(cal
     assert (said["estimate"], said["basis"]) == (True, None)
     groups = said["layers"]  # of 2,048 channels each
     assert groups * 2 * 2048**2 < said["basis_bytes"] < groups * 2 * 2048**2 * 1.4
-    assert said["layers"] == ModelState.of(SHAPES[name]).layers[0].caches
+    assert said["layers"] == ModelState.of(KNOWN_MODELS[name]).layers[0].caches
     assert told["transform"]["spec"]["basis"] is None
     for spec, bits in {"transform": 1.34, "transform:3": 0.83}.items():
         assert told[spec]["ratio"] == pytest.approx(16 / bits, rel=0.04)

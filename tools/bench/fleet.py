@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from prefixcache.cli.plan.shapes import SHAPES
+from prefixcache.cli.plan.known_models import KNOWN_MODELS
 from prefixcache.codecs import TurboQuant
 from prefixcache.planning.advice import Link
 from prefixcache.planning.model import ModelState
@@ -25,7 +25,7 @@ TRACE = report.ROOT / "tests" / "fixtures" / "traces" / "coding_agents.jsonl.gz"
 
 def fleet(scale: str) -> Iterator[Figure]:
     """With each routing: without a remote tier, and with one that is sent what is hit, or all that is stored."""
-    workload = Workload(TRACE, ModelState.of(SHAPES[MODEL], MODEL), TurboQuant(4), limit=LIMITS[scale])
+    workload = Workload(TRACE, ModelState.of(KNOWN_MODELS[MODEL], MODEL), TurboQuant(4), limit=LIMITS[scale])
     processes = 1 if scale == "tiny" else None
     whole = SIZE._replace(ram=MACHINES * SIZE.ram, ssd=MACHINES * SIZE.ssd)
     one, alone = sweep(workload, [SIZE, whole], processes=processes)

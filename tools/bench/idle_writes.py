@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from prefixcache import TurboQuant
-from prefixcache.cli.plan.shapes import SHAPES
+from prefixcache.cli.plan.known_models import KNOWN_MODELS
 from prefixcache.planning.model import ModelState
 from prefixcache.planning.outcome import Cell
 from prefixcache.planning.simulator import simulate
@@ -24,7 +24,7 @@ RUNS: dict[str, tuple[dict[str, int | None], list[tuple[int, int]]]] = {
 
 def idle_writes(scale: str) -> Iterator[Figure]:
     """Bytes written and hits, with `spill_idle="auto"` over 0: every gap of more than 3 seconds is used."""
-    state = ModelState.of(SHAPES[MODEL], MODEL)
+    state = ModelState.of(KNOWN_MODELS[MODEL], MODEL)
     for name, (limits, sizes) in RUNS.items():
         for ram, ssd in sizes:
             trace = Trace(TRACES / f"{name}.jsonl.gz", limit=limits[scale])

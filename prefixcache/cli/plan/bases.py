@@ -55,5 +55,5 @@ def _of_folder(model: str, bases: Bases) -> Basis | None:
         return None
     try:
         return bases.of_model(model_identity(model))
-    except (OSError, ValueError):  # a config.json alone, a built-in shape
+    except (OSError, ValueError):  # a config.json alone, a known model
         return None

@@ -12,7 +12,7 @@ from typing import Annotated, NamedTuple, get_args
 import typer
 
 from prefixcache.byte_sizes import parse_size
-from prefixcache.cli.plan.shapes import SHAPES
+from prefixcache.cli.plan.known_models import KNOWN_MODELS
 from prefixcache.cli.text import Refused
 from prefixcache.settings import BASIS_DIR, Settings
 
@@ -22,7 +22,7 @@ ROUTINGS = ("sticky", "random")
 MOST_MACHINES = 1000
 REMOTE_ADMISSIONS = ("second", "always", "never")  # as `Settings` is to have them
 POLICIES, ADMISSIONS = (get_args(Settings.model_fields[name].annotation) for name in ("policy", "ssd_admission"))
-SHAPE_NAMES = ", ".join(sorted(SHAPES))
+KNOWN_NAMES = ", ".join(sorted(KNOWN_MODELS))
 
 Values = list[str] | None  # of an option that may be given again, or with commas
 
@@ -36,7 +36,7 @@ class ModelOptions:
         typer.Option(
             metavar="MODEL",
             help="The model's folder, its name on Hugging Face if it was downloaded, a config.json, or one of "
-            f"{SHAPE_NAMES}.",
+            f"{KNOWN_NAMES}.",
         ),
     ] = None
     codec: Annotated[
@@ -62,7 +62,7 @@ class ModelOptions:
         """Return the model as it was given. Raises Refused without one."""
         if self.model is None:
             raise Refused(
-                f"--model is missing: give a model's folder, its name on Hugging Face, or one of {SHAPE_NAMES}"
+                f"--model is missing: give a model's folder, its name on Hugging Face, or one of {KNOWN_NAMES}"
             )
         return self.model
 

@@ -26,8 +26,8 @@ from prefixcache.cli.plan.facts import (
     ssd_ladder,
     trace_facts,
 )
-from prefixcache.cli.plan.options import DEFAULT_CODEC, SHAPE_NAMES, Assumed, FleetPlan, ModelOptions, TracePlan
-from prefixcache.cli.plan.shapes import SHAPES
+from prefixcache.cli.plan.known_models import KNOWN_MODELS
+from prefixcache.cli.plan.options import DEFAULT_CODEC, KNOWN_NAMES, Assumed, FleetPlan, ModelOptions, TracePlan
 from prefixcache.cli.progress import bar
 from prefixcache.cli.text import Refused
 from prefixcache.codecs.choice import as_codec
@@ -142,13 +142,13 @@ def _simulate_fleets(
 
 
 def _model(name: str) -> ModelState:
-    """Return the model of a path, of a known shape, or of a Hugging Face name that was downloaded; the network is not
+    """Return the model of a path, of a known model, or of a Hugging Face name that was downloaded; the network is not
     asked.
     """
     if name and Path(name).expanduser().exists():
         return ModelState.read(name)
-    if name.lower() in SHAPES:
-        return ModelState.of(SHAPES[name.lower()], name.lower())
+    if name.lower() in KNOWN_MODELS:
+        return ModelState.of(KNOWN_MODELS[name.lower()], name.lower())
     try:
         config = try_to_load_from_cache(name, "config.json", cache_dir=constants.HF_HUB_CACHE)
     except ValueError:  # no valid repository's name
@@ -157,6 +157,6 @@ def _model(name: str) -> ModelState:
         raise Refused(
             f"--model {name!r}: no such file or folder, and the Hugging Face cache in {constants.HF_HUB_CACHE} has no such "
             "model; give a config.json, a folder that has one, the name of a model that was downloaded, or one of "
-            f"{SHAPE_NAMES}"
+            f"{KNOWN_NAMES}"
         )
     return ModelState.read(config)

@@ -27,7 +27,7 @@ _QWEN3: Config = {
     "tie_word_embeddings": False,
 }
 
-SHAPES: dict[str, Config] = {
+KNOWN_MODELS: dict[str, Config] = {
     "gpt-oss-20b": {
         "model_type": "gpt_oss",
         "hidden_size": 2880,
