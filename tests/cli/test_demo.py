@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from prefixcache.cli import app
 from prefixcache.cli.demo import command as demo
-from prefixcache.cli.demo.passes import unique
+from prefixcache.cli.demo.passes import unique_tokens
 from prefixcache.cli.demo.text import CALIBRATED, LOSSY, SYSTEM, TITLES, Chat, facts, question
 from tests.servers.forked import BLAS
 
@@ -215,4 +215,4 @@ def test_a_later_prompt_goes_on_from_the_tokens_of_the_answer(tokenizer: Any, en
 
 
 def test_a_shared_beginning_is_counted_once() -> None:
-    assert unique([[1, 2, 3], [1, 2, 4, 5], [1, 2, 3, 6], [1, 2]]) == 6
+    assert unique_tokens([[1, 2, 3], [1, 2, 4, 5], [1, 2, 3, 6], [1, 2]]) == 6

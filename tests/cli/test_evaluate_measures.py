@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
@@ -15,9 +16,9 @@ from hypothesis.extra.numpy import arrays
 from prefixcache.cli.evaluate.report import number, signed
 from prefixcache.cli.evaluate.texts import (
     DIGITS,
+    EvaluationSize,
     cut,
     default_text,
-    depths_of,
     haystacks,
     hide,
     read_texts,
@@ -147,7 +148,8 @@ def test_the_least_text_is_enough_and_one_token_less_is_refused():
 @pytest.mark.parametrize("tokenizer", [Bytes(), Chat()])
 def test_a_haystack_holds_each_number_and_ends_before_the_question(tokenizer):
     ids = tokenizer.encode(default_text()[:20000], add_special_tokens=False)
-    made = haystacks(tokenizer, ids, 1500, 3, depths_of(4), seed=5)
+    job = EvaluationSize(prefix=1500, needles=3, depths=4, seed=5)
+    made = haystacks(tokenizer, ids, job)
     assert len(made) == 3
     for haystack in made:
         assert 1500 - 40 < len(haystack.cached) <= 1500
@@ -160,13 +162,13 @@ def test_a_haystack_holds_each_number_and_ends_before_the_question(tokenizer):
             places.append(text.index(f"The secret number of {name} is {question.number}.\n"))
         assert places == sorted(places)
         assert places[-1] > 0.9 * len(text) - 100
-    assert haystacks(tokenizer, ids, 1500, 3, depths_of(4), seed=5) == made
-    assert haystacks(tokenizer, ids, 1500, 3, depths_of(4), seed=6) != made
+    assert haystacks(tokenizer, ids, job) == made
+    assert haystacks(tokenizer, ids, replace(job, seed=6)) != made
 
 
 def test_no_room_for_the_numbers_is_refused():
     with pytest.raises(Refused, match=r"--prefix 60: no room for 5 numbers.*--needles 0"):
-        haystacks(Bytes(), list(b"word " * 100), 60, 1, depths_of(5), seed=0)
+        haystacks(Bytes(), list(b"word " * 100), EvaluationSize(prefix=60, needles=1, depths=5))
 
 
 def test_needles_stand_on_lines_of_their_own():
@@ -179,8 +181,8 @@ def test_needles_stand_on_lines_of_their_own():
 
 
 def test_depths_go_from_the_beginning_to_the_end():
-    assert depths_of(3) == [0.0, 0.5, 1.0]
-    assert depths_of(1) == [0.5]
+    assert EvaluationSize(depths=3).haystack_depths == [0.0, 0.5, 1.0]
+    assert EvaluationSize(depths=1).haystack_depths == [0.5]
 
 
 def test_the_default_text_is_always_the_same_and_long():

@@ -38,7 +38,6 @@ CODECS: dict[str, Codec] = {  # the other passes use Raw
     "turboquant3": TurboQuant(3, 3),
     CALIBRATED: Transform(4),
 }
-CALIBRATION = (8, 256, 6)  # windows, tokens, draws: seconds; a model of use wants the command's own numbers
 CALIBRATED_RAM = "64MB"  # a basis may take a quarter of it
 
 Turn = dict[str, Any]
@@ -57,7 +56,7 @@ class DemoRun:
 
 
 class Model:
-    """A job's model, and the prompts in its tokens."""
+    """The model of a run, and the prompts in its tokens."""
 
     def __init__(self, job: DemoRun) -> None:
         self.job = job
@@ -135,8 +134,8 @@ def take(model: Model, cache: PrefixCache | None, name: str, conversation: int, 
         "prompt_tokens": len(prompt),
         "reused_tokens": len(prompt) - len(rest),
         "kept_tokens": stored,
-        "first": first,
-        "store": store,  # seconds: to the first token, and of the store after the last
+        "first": first,  # seconds to the first token
+        "store": store,  # seconds of the store
         "question": asked.text,
         "wanted": asked.wanted,
         "said": said,
@@ -146,7 +145,7 @@ def take(model: Model, cache: PrefixCache | None, name: str, conversation: int, 
 
 
 def empty(cache: PrefixCache, directory: Path) -> None:
-    """Empty RAM, and what the system holds of the files in memory where it can be asked: else a read is no read."""
+    """Empty RAM, and the system's cache of the files where that can be asked for: else a read would not reach the disk."""
     cache.flush()
     cache.trim_to(0)
     for path in directory.rglob("*.safetensors") if hasattr(os, "posix_fadvise") else ():
@@ -154,8 +153,8 @@ def empty(cache: PrefixCache, directory: Path) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def unique(sequences: Iterable[list[int]]) -> int:
-    """Return how many tokens are left when every shared beginning is counted once."""
+def unique_tokens(sequences: Iterable[list[int]]) -> int:
+    """Count the tokens of sequences, those of every shared beginning once."""
     count, before = 0, list[int]()
     for sequence in sorted(sequences):
         count, before = count + len(sequence) - common_prefix(before, sequence), sequence
@@ -173,7 +172,7 @@ def budget(model: Model) -> int:
 
 
 def run_cold(model: Model) -> dict[str, Any]:
-    """Run every turn without a cache. Its answers are what all passes go on from."""
+    """Run every turn without a cache. Its answers become `model.job.cold`, from which all passes go on."""
     places = list(product(range(model.job.conversations), range(model.job.turns)))
     model.job.cold = [[] for _ in range(model.job.conversations)]
     turns: list[Turn] = []
@@ -185,14 +184,15 @@ def run_cold(model: Model) -> dict[str, Any]:
     return {"turns": turns}
 
 
-def bases(job: DemoRun) -> Path:
+def basis_dir(job: DemoRun) -> Path:
     return Path(job.directory) / "bases"
 
 
 def calibrate(job: DemoRun) -> None:
     with bar("calibrating the model") as show:
-        bases(job).mkdir()
-        making.make(Calibration(job.model, None, None, *CALIBRATION), bases(job), show)
+        basis_dir(job).mkdir()
+        # It takes seconds: a model of use wants the command's own numbers.
+        making.make(Calibration(job.model, windows=8, tokens=256, draws=6), basis_dir(job), show)
 
 
 def run(model: Model, name: str) -> dict[str, Any]:
@@ -205,7 +205,9 @@ def run(model: Model, name: str) -> dict[str, Any]:
     directory = Path(model.job.directory) / (name if name in CODECS else "raw")
     codec = CODECS.get(name, Raw())
     ram = budget(model) if name != CALIBRATED else CALIBRATED_RAM
-    settings = Settings(ram=ram, ssd_dir=directory, ssd="1GB", codec=codec, basis_dir=bases(model.job), spill="wait")
+    settings = Settings(
+        ram=ram, ssd_dir=directory, ssd="1GB", codec=codec, basis_dir=basis_dir(model.job), spill="wait"
+    )
     turns: list[Turn] = []
     with bar(TITLES[name], len(places)) as show, PrefixCache(settings) as cache:
         for conversation, turn in places:
@@ -227,8 +229,8 @@ def run(model: Model, name: str) -> dict[str, Any]:
         "not_kept": stats.counters.unkept_tokens,
         "dropped": stats.counters.dropped,
         "ssd": {"files": len(sizes), "bytes": sum(sizes)},
-        "unique_tokens": unique(kept),
-        "plain_bytes": unique(kept) * model.token_nbytes,
+        "unique_tokens": unique_tokens(kept),
+        "plain_bytes": unique_tokens(kept) * model.token_nbytes,
         "whole_bytes": sum(whole) * model.token_nbytes,
     }
 

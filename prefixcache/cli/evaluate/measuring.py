@@ -100,7 +100,7 @@ def measure(
     _check_positions(subject, job)
     ids = list(subject.tokenizer.encode(text, add_special_tokens=False))
     first, windows = cut(subject.tokenizer, ids, job.prefix, job.tokens, job.windows)
-    with_numbers = haystacks(subject.tokenizer, ids, job.prefix, job.needles, job.haystack_depths, job.seed)
+    with_numbers = haystacks(subject.tokenizer, ids, job)
     total = len(windows) + len(with_numbers)
     reference = Reference(subject.model)
     with begun(codecs, subject.identity, folder, basis_bytes, first, reference.fill(first)) as trials:

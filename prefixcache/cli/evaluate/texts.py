@@ -43,7 +43,10 @@ class EvaluationSize:
 
     @property
     def haystack_depths(self) -> list[float]:
-        return depths_of(self.depths) if self.needles else []
+        """Return where numbers are hidden, from the beginning of a text (0) to its end (1); one alone is in the middle."""
+        if not self.needles:
+            return []
+        return [i / (self.depths - 1) for i in range(self.depths)] if self.depths > 1 else [0.5]
 
 
 class Excerpt(NamedTuple):
@@ -52,6 +55,13 @@ class Excerpt(NamedTuple):
     prompt: list[int]
     inputs: list[int]
     targets: list[int]
+
+
+class Excerpts(NamedTuple):
+    """A first prompt, which is stored and not measured, and the windows that are measured."""
+
+    first: list[int]
+    windows: list[Excerpt]
 
 
 class NeedleQuestion(NamedTuple):
@@ -83,13 +93,6 @@ def read_texts(paths: Sequence[Path]) -> str:
         raise Refused(str(error)) from None
 
 
-class Excerpts(NamedTuple):
-    """A first prompt, which is stored and not measured, and the windows that are measured."""
-
-    first: list[int]
-    windows: list[Excerpt]
-
-
 def cut(tokenizer: Any, ids: list[int], prefix: int, tokens: int, windows: int) -> Excerpts:
     """Return excerpts of a text, evenly spaced; none overlaps another.
 
@@ -117,40 +120,34 @@ def opening_of(tokenizer: Any) -> list[int]:
     return whole[: places[0]] if bare and places else []
 
 
-def depths_of(count: int) -> list[float]:
-    """Return places from the beginning (0) to the end (1); one alone is in the middle."""
-    return [i / (count - 1) for i in range(count)] if count > 1 else [0.5]
-
-
-def haystacks(
-    tokenizer: Any, ids: list[int], prefix: int, count: int, depths: Sequence[float], seed: int
-) -> list[Haystack]:
-    """Make `count` prompts of at most `prefix` cached tokens: text from `count` places, a number hidden at each depth."""
-    chance = random.Random(seed)
+def haystacks(tokenizer: Any, ids: list[int], job: EvaluationSize) -> list[Haystack]:
+    """Make prompts of at most `job.prefix` cached tokens: each has text from another place, a number hidden at each depth."""
+    chance = random.Random(job.seed)
     prompts = []
-    for i in range(count):
-        start = (2 * i + 1) * max(len(ids) - prefix, 0) // (2 * count)
-        names = chance.sample(NAMES, len(depths))
-        numbers = [str(chance.randrange(10 ** (DIGITS - 1), 10**DIGITS)) for _ in depths]
-        prompts.append(_haystack(tokenizer, ids[start : start + prefix], prefix, names, numbers, depths))
+    for i in range(job.needles):
+        start = (2 * i + 1) * max(len(ids) - job.prefix, 0) // (2 * job.needles)
+        names = chance.sample(NAMES, len(job.haystack_depths))
+        numbers = {name: str(chance.randrange(10 ** (DIGITS - 1), 10**DIGITS)) for name in names}
+        text = ids[start : start + job.prefix]
+        prompts.append(_haystack(tokenizer, text, job.prefix, numbers, job.haystack_depths))
     return prompts
 
 
 def _haystack(
-    tokenizer: Any, ids: list[int], prefix: int, names: list[str], numbers: list[str], depths: Sequence[float]
+    tokenizer: Any, ids: list[int], prefix: int, numbers: dict[str, str], depths: Sequence[float]
 ) -> Haystack:
     """Take text away until the cached part has its length: how many tokens a template and the needles take is known only
     when the prompt is made.
     """
-    needles = [f"The secret number of {name} is {number}." for name, number in zip(names, numbers, strict=True)]
-    questions = [f"What is the secret number of {name}?" for name in names]
+    needles = [f"The secret number of {name} is {number}." for name, number in numbers.items()]
+    questions = [f"What is the secret number of {name}?" for name in numbers]
     length = len(ids)
     while length > 0:
         text = hide(tokenizer.decode(ids[:length]), needles, depths)
         prompts = [_prompt(tokenizer, text, question) for question in (*questions, OTHER)]
         cached = _shared_length(prompts)
         if cached <= prefix:
-            answers = zip(prompts[:-1], numbers, strict=True)
+            answers = zip(prompts[:-1], numbers.values(), strict=True)
             return Haystack(
                 prompts[0][:cached], [NeedleQuestion(prompt[cached:], number) for prompt, number in answers]
             )
