@@ -18,14 +18,14 @@ from prefixcache.ssd.directory import refusal
 from prefixcache.store_fetch_remove.selection import NoSuchNamespace
 
 
-def a_directory(text: str) -> Path:
-    """Return the path; BadParameter for an empty one, which pathlib takes for the current directory."""
+def parse_directory(text: str) -> Path:
+    """Return the path of an argument. BadParameter for an empty one, which pathlib takes for the current directory."""
     if not text:
         raise typer.BadParameter("it is empty; write the directory's path")
     return Path(text)
 
 
-Dir = Annotated[Path, typer.Argument(metavar="DIR", parser=a_directory, help="The cache's directory (ssd_dir).")]
+Dir = Annotated[Path, typer.Argument(metavar="DIR", parser=parse_directory, help="The cache's directory (ssd_dir).")]
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Target:
     directory: Annotated[
         Path | None,
         typer.Argument(
-            metavar="DIR", parser=a_directory, help="The cache's directory (ssd_dir), unless --url is given."
+            metavar="DIR", parser=parse_directory, help="The cache's directory (ssd_dir), unless --url is given."
         ),
     ] = None
     url: Annotated[
@@ -44,7 +44,9 @@ class Target:
     admin_key_file: KeyFile = None
 
     def check(self, of_directory: dict[str, Any], of_url: dict[str, Any]) -> None:
-        """Raise Refused unless there is one of the two, and no option (given by its name) that goes with the other."""
+        """Raise Refused unless there is one of the two, and no option that goes with the other alone: `of_directory` and
+        `of_url` have their values by name.
+        """
         if (self.directory is None) == (self.url is None):
             both = "DIR with --url" if self.directory is not None else "neither DIR nor --url"
             raise Refused(f"{both}: name the directory of a cache that is closed, or the server that has one open")
@@ -68,6 +70,7 @@ def errors_told(directory: Path, *, as_json: bool) -> Iterator[None]:
 
 
 def reason_of(directory: Path, error: Exception) -> str:
+    """Return why a directory can't be used, and what to do."""
     if isinstance(error, NoSuchNamespace):
         return f"--{error}"  # it begins with the name of an option
     if isinstance(error, IndexBroken):

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from prefixcache.cli.directory.argument import a_directory, errors_told, reason_of
+from prefixcache.cli.directory.argument import errors_told, parse_directory, reason_of
 from prefixcache.cli.directory.facts import KINDS, Facts, describe
 from prefixcache.cli.directory.ranks import ranks_in, show_ranks
 from prefixcache.cli.directory.remote import EngineOptions, describe_remote, show_remote
@@ -35,7 +35,9 @@ def inspect(
     engine: EngineOptions,
     directory: Annotated[
         Path | None,
-        typer.Argument(metavar="DIR", parser=a_directory, help="The cache's directory (ssd_dir).", show_default=False),
+        typer.Argument(
+            metavar="DIR", parser=parse_directory, help="The cache's directory (ssd_dir).", show_default=False
+        ),
     ] = None,
     model: Annotated[
         str | None, typer.Option(metavar="NAME", help="Only this model; the name before @ will do.")

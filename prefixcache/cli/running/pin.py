@@ -20,7 +20,7 @@ def pin(
     undo: Annotated[bool, typer.Option("--undo", help="Undo one pin of each prompt.")] = False,
     end: Annotated[
         list[str] | None,
-        typer.Option("--end", metavar="NAME", help="End all pins of the prompt that the list calls so."),
+        typer.Option("--end", metavar="NAME", help="End all pins of the prompt that has this name in the list."),
     ] = None,
     admin_key_file: KeyFile = None,
     as_json: AsJson = False,

@@ -19,7 +19,7 @@ from prefixcache.cli.options import CanonicalOptions, flag_of, flags_of, with_op
 from prefixcache.cli.progress import bar
 from prefixcache.cli.serve.cache_options import BITS, settings_from, with_settings
 from prefixcache.cli.serve.options import AdminOptions, RequestOptions, RunOptions
-from prefixcache.cli.text import complain, exit_without_mlx
+from prefixcache.cli.text import complain, exit_without_mlx, one_line
 from prefixcache.remote.sealing import FleetKey
 from prefixcache.settings import Settings
 from prefixcache.ssd import DirectoryError
@@ -31,16 +31,16 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("prefixcache")
 
-OTHERS = (
-    "All flags of mlx_lm.server are taken too, such as --model, --host, --port; `mlx_lm.server --help` lists them. "
-    "With --vlm they are mlx_vlm.server's."
-)
+# In the place of those of `Settings`: a server outlives disks.
+SERVER_DEFAULTS = {"ssd_missing": "wait", "decline_slow_hits": True}
 
-OF_SERVER = {"ssd_missing": "wait", "decline_slow_hits": True}  # unless told otherwise: a server outlives disks
+VLM_FLAGS = {"--vlm", "--salt-from", "--require-salt", "--allowed-hosts"}  # of ours, those that --vlm knows
 
-OF_VLM = {"--vlm", "--salt-from", "--require-salt", "--allowed-hosts"}
-
-COMMAND = {"context_settings": {"allow_extra_args": True, "ignore_unknown_options": True}, "epilog": OTHERS}
+COMMAND = {
+    "context_settings": {"allow_extra_args": True, "ignore_unknown_options": True},
+    "epilog": "All flags of mlx_lm.server are taken too, such as --model, --host, --port; `mlx_lm.server --help` lists them. "
+    "With --vlm they are mlx_vlm.server's.",
+}
 
 
 @with_settings
@@ -64,7 +64,7 @@ def serve(
     Exit code: 0 ended, 2 it could not start or go on, 128 + the signal that ended it at once or before it was ready.
     """
     try:
-        _check(ctx.args, [flag_of(name) for name in ("codec", *BITS) if flags[name]], run.warm or [])
+        _check_flags(ctx.args, [flag_of(name) for name in ("codec", *BITS) if flags[name]], run.warm or [])
         if not run.grace < float("inf"):
             raise ValueError(f"--grace {run.grace}: not a number of seconds")
         if requests.salt_from not in (None, "authorization"):
@@ -72,8 +72,8 @@ def serve(
                 f"--salt-from {requests.salt_from}: salts are made of one header only; write authorization"
             )
         settings = settings_from(flags)
-        of_server = {name: value for name, value in OF_SERVER.items() if name not in settings.model_fields_set}
-        settings = settings.model_copy(update=of_server)
+        defaults = {name: value for name, value in SERVER_DEFAULTS.items() if name not in settings.model_fields_set}
+        settings = settings.model_copy(update=defaults)
         key, rules = admin.key(), text.rules()
         from prefixcache.servers.mlx_lm.errors import ServeError, ServeFailed
         from prefixcache.servers.mlx_lm.options import ServeOptions
@@ -112,7 +112,7 @@ def serve(
         )
         serve_until_ended(settings, ctx.args, options)
     except ServeFailed as error:
-        complain(" ".join(str(error).split()))
+        complain(one_line(error))
         _exit_process(2)
     except (ServeError, DirectoryError, ValueError) as error:
         _exit_with_error(error)
@@ -125,18 +125,17 @@ def _check_vlm(*given: Any) -> None:
         raise ValueError('--vlm without mlx-vlm: run pip install "prefixcache[vlm]"')
     for options in given:
         for flag, value in flags_of(options).items():
-            if flag not in OF_VLM and value != flags_of(type(options)())[flag]:
+            if flag not in VLM_FLAGS and value != flags_of(type(options)())[flag]:
                 flag = flag if value is not False else flag.replace("--", "--no-", 1)
                 raise ValueError(f"{flag} with --vlm: not for mlx_vlm.server; leave it out")
 
 
 def _salt_key(settings: Settings) -> bytes:
-    """Return what keys the hashes of API keys: of a fleet, a key of its own."""
-    file = settings.remote_key_file
-    if file is None:
+    """Return the key with which API keys are hashed to salts: one made of the fleet's key, b"" without a fleet."""
+    if settings.remote_key_file is None:
         return b""
     # With a remote tier the cache reads it again, and warns.
-    return FleetKey.read(file, warn=settings.remote is None).derive(b"prefixcache.salt")
+    return FleetKey.read(settings.remote_key_file, warn=settings.remote is None).derive(b"prefixcache.salt")
 
 
 def _warm(prompts: list[WarmPrompt], salts: Salts, generator: Generator) -> None:
@@ -176,25 +175,25 @@ def _warm(prompts: list[WarmPrompt], salts: Salts, generator: Generator) -> None
 
 
 def _hittable(prompts: list[WarmPrompt], salts: Salts) -> list[WarmPrompt]:
-    """Return those of the prompts that a request may hit."""
-    hit = [prompt for prompt in prompts if prompt.salt or not salts.required]
-    if len(hit) < len(prompts):
+    """Return those of the prompts that a request may hit; warn of the others."""
+    hittable = [prompt for prompt in prompts if prompt.salt or not salts.required]
+    if len(hittable) < len(prompts):
         log.warning(
             '--warm with --require-salt: %d of %d prompts are left out, since no request could hit them; add "cache_salt"',
-            len(prompts) - len(hit),
+            len(prompts) - len(hittable),
             len(prompts),
         )
-    if hit and salts.from_authorization:
+    if hittable and salts.from_authorization:
         log.warning("--warm with --salt-from: requests with an API key hit none of these prompts")
-    return hit
+    return hittable
 
 
-def _check(flags: list[str], ours: list[str], warm: list[Path]) -> None:
-    """Raise ValueError for flags of mlx-lm, or of ours that choose a codec, that contradict each other or need another."""
+def _check_flags(flags: list[str], codec_flags: list[str], warm: list[Path]) -> None:
+    """Raise ValueError where a flag of mlx-lm contradicts one that chooses a codec, and for --warm without --model."""
     given = {flag.partition("=")[0] for flag in flags if flag.startswith("-")}
-    if "--kv-bits" in given and ours:
+    if "--kv-bits" in given and codec_flags:
         raise ValueError(
-            f"--kv-bits with {ours[0]}: rows that mlx-lm has quantized are kept as they are; give one of them"
+            f"--kv-bits with {codec_flags[0]}: rows that mlx-lm has quantized are kept as they are; give one of them"
         )
     if warm and "--model" not in given:
         raise ValueError("--warm without --model: there is no model to compute the prompts with; add --model")
@@ -211,5 +210,5 @@ def _exit_process(code: int) -> None:
 
 
 def _exit_with_error(error: Exception) -> None:
-    complain(" ".join(str(error).split()))
+    complain(one_line(error))
     raise typer.Exit(2) from None

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -58,6 +57,7 @@ def top(
 
 
 def _looks(server: WatchedServer) -> Iterator[Facts]:
+    """Yield what each look shows, for ever; of a server that doesn't answer, that it is not up."""
     while True:
         try:
             yield server.look()
@@ -74,7 +74,9 @@ def _print(facts: Facts, as_json: bool, out: Console) -> None:
 
 
 def _watch(server: WatchedServer, interval: float, out: Console) -> Iterator[None]:
-    """Draw in place, on a terminal, until a key asks for the end. While nobody answers, the last picture stays."""
+    """Draw in place, on a terminal, until a key asks for the end; yield after each drawing. While nobody answers, the last
+    picture stays.
+    """
     last: RenderableType = ""
     with end_keys() as ended_within, Live(console=out, auto_refresh=False, vertical_overflow="crop") as live:
         for facts in _looks(server):
@@ -95,9 +97,6 @@ def _picture(facts: Facts) -> RenderableType:
 @contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
     """End on SIGTERM so that the terminal has its cursor back."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
 
     def end(number: int, frame: Any) -> None:
         raise SystemExit(128 + number)

@@ -16,10 +16,10 @@ ESCAPE = b"\x1b"  # alone; arrows and other keys send more behind it
 
 @contextmanager
 def end_keys() -> Iterator[Callable[[float], bool]]:
-    """Give a wait: it takes so many seconds and returns whether a key asked for the end, then at once.
+    """Yield a function that waits for so many seconds, or until a key asks for the end: then it returns True.
 
     Within the block a terminal at standard input sends each key as it is pressed, without showing it; Ctrl-C stays a signal.
-    Afterwards it is as it was. Where there is no terminal, or this process is in its background, the wait just sleeps.
+    Afterwards it is as it was. Where there is no terminal, or this process is in its background, the function only sleeps.
     """
     fd = _terminal()
     if fd is None:
@@ -28,7 +28,7 @@ def end_keys() -> Iterator[Callable[[float], bool]]:
     before = termios.tcgetattr(fd)
     try:
         tty.setcbreak(fd)
-        yield lambda seconds: _key_within(fd, seconds)
+        yield lambda seconds: _ended_within(fd, seconds)
     finally:
         with suppress(termios.error):  # it was closed
             termios.tcsetattr(fd, termios.TCSADRAIN, before)
@@ -48,7 +48,7 @@ def _sleep(seconds: float) -> bool:
     return False
 
 
-def _key_within(fd: int, seconds: float) -> bool:
+def _ended_within(fd: int, seconds: float) -> bool:
     until = time.monotonic() + seconds
     while (left := until - time.monotonic()) > 0:
         if not select.select([fd], [], [], left)[0]:
@@ -56,9 +56,7 @@ def _key_within(fd: int, seconds: float) -> bool:
         try:
             pressed = os.read(fd, 64)
         except OSError:
-            pressed = b""
-        if not pressed:  # the terminal is gone
-            return True
-        if pressed == ESCAPE or (not pressed.startswith(ESCAPE) and b"q" in pressed.lower()):
+            pressed = b""  # as of a terminal that is gone
+        if pressed in (b"", ESCAPE) or (not pressed.startswith(ESCAPE) and b"q" in pressed.lower()):
             return True
     return False
