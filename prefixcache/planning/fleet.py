@@ -142,7 +142,7 @@ class Machine(Simulation):
     def given_so_far(self) -> Given:
         return super().given_so_far()._replace(remote_read=self._remote.read_bytes, trips=self.trips)
 
-    def used(self, hit: Hit) -> None:
+    def on_hit(self, hit: Hit) -> None:
         self.remote_tokens += max(hit.depth - self._local, 0)
         if self._fleet.remote_admission == "second":
             self._send(required_images(hit.walk, hit.depth, RAM))

@@ -236,7 +236,7 @@ class Simulation:
         count_hit(self.storage, prompt, depth, hot.depth if hot is not None else 0)
         prompt.given_rows.tokens = prompt.given_rows.state = depth
         if hit is not None:
-            self.used(hit)
+            self.on_hit(hit)
             self.storage.unpin(hit.pinned)
         return depth
 
@@ -257,7 +257,7 @@ class Simulation:
                 self.run_writer()
         self._now = until
 
-    def used(self, hit: Hit) -> None:
+    def on_hit(self, hit: Hit) -> None:
         """Hear of a hit, which is pinned now. A fleet's machine uploads it."""
 
     def store(self, prompt: Prompt) -> None:

@@ -28,8 +28,8 @@ MAX = 2**63 - 1  # of every number
 SECRET_BYTES = 32
 ID_BITS = 53  # of a recording's ids: what every reader of JSON keeps exactly
 
-WHAT = "a trace has one JSON object a line with timestamp, input_length, output_length and hash_ids, plain or gzip"
-GROWN = "write [[index in hash_ids, id of the tail, tokens of the tail], ...], or leave it out"
+LINES = "a trace has one JSON object a line with timestamp, input_length, output_length and hash_ids, plain or gzip"
+GROWN_FORM = "write [[index in hash_ids, id of the tail, tokens of the tail], ...], or leave it out"
 
 
 class Grown(NamedTuple):
@@ -120,12 +120,12 @@ def decode(text: bytes, encoding: str = "utf-8") -> Line:
     try:
         fields = json.loads(text.decode(encoding))
     except (ValueError, RecursionError):  # of the encoding, of JSON, of too many digits
-        raise NotJson(f"not JSON; {WHAT}") from None
+        raise NotJson(f"not JSON; {LINES}") from None
     if not isinstance(fields, dict):
-        raise LineError(f"a JSON {_kind(fields)}, not an object; {WHAT}")
+        raise LineError(f"{_kind(fields)}, not an object; {LINES}")
     for name in ("timestamp", "input_length", "output_length", "hash_ids"):
         if name not in fields:
-            raise LineError(f"{name} is missing; {WHAT}")
+            raise LineError(f"{name} is missing; {LINES}")
     tokens, output = (_count(fields, name) for name in ("input_length", "output_length"))
     block = _count(fields, "block_size") if "block_size" in fields else None
     if block == 0:
@@ -140,7 +140,7 @@ def decode(text: bytes, encoding: str = "utf-8") -> Line:
 
 def _time(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise LineError(f"timestamp is a {_kind(value)}; write milliseconds")
+        raise LineError(f"timestamp is {_kind(value)}; write milliseconds")
     if not 0 <= value <= MAX:  # refuses a NaN too
         said = short(value) if isinstance(value, int) else value
         raise LineError(f"timestamp is {said}; write milliseconds, from 0 to 2**63 - 1")
@@ -150,7 +150,7 @@ def _time(value: Any) -> float:
 def _count(fields: dict[str, Any], name: str) -> int:
     value = fields[name]
     if type(value) is not int:
-        raise LineError(f"{name} is a {_kind(value)}; write a whole number of tokens")
+        raise LineError(f"{name} is {_kind(value)}; write a whole number of tokens")
     if not 0 <= value <= MAX:
         raise LineError(f"{name} is {short(value)}; write a number of tokens, from 0 to 2**63 - 1")
     return value
@@ -158,10 +158,10 @@ def _count(fields: dict[str, Any], name: str) -> int:
 
 def _ids(value: Any) -> list[int]:
     if not isinstance(value, list):
-        raise LineError(f"hash_ids is a {_kind(value)}; write a list of whole numbers")
+        raise LineError(f"hash_ids is {_kind(value)}; write a list of whole numbers")
     if set(map(type, value)) - {int}:
         kinds = sorted({_kind(item) for item in value if type(item) is not int})
-        raise LineError(f"hash_ids holds a {kinds[0]}; write a list of whole numbers")
+        raise LineError(f"hash_ids holds {kinds[0]}; write a list of whole numbers")
     if value and not (min(value) >= 0 and max(value) <= MAX):
         bad = short(next(item for item in value if not 0 <= item <= MAX))
         raise LineError(f"hash_ids holds {bad}; write ids from 0 to 2**63 - 1, such as 63 bits of a hash")
@@ -170,13 +170,13 @@ def _ids(value: Any) -> list[int]:
 
 def _grown(value: Any, ids: int) -> tuple[Grown, ...]:
     if not isinstance(value, list):
-        raise LineError(f"grown is a {_kind(value)}; {GROWN}")
+        raise LineError(f"grown is {_kind(value)}; {GROWN_FORM}")
     for item in value:
         if not isinstance(item, list) or len(item) != 3 or set(map(type, item)) != {int}:
-            raise LineError(f"grown holds something else than lists of three whole numbers; {GROWN}")
+            raise LineError(f"grown holds something else than lists of three whole numbers; {GROWN_FORM}")
         index, tail, tokens = item
         if not 0 <= index < ids:
-            raise LineError(f"grown has index {short(index)}, but hash_ids has {ids} ids; {GROWN}")
+            raise LineError(f"grown has index {short(index)}, but hash_ids has {ids} ids; {GROWN_FORM}")
         if not 0 <= tail <= MAX:
             raise LineError(f"grown holds id {short(tail)}; write ids from 0 to 2**63 - 1")
         if tokens < 1:
@@ -189,5 +189,7 @@ def short(value: int) -> str:
 
 
 def _kind(value: Any) -> str:
-    names = {dict: "object", list: "list", str: "string", bool: "true or false", int: "number", float: "fraction"}
-    return names.get(type(value), "null")
+    """Return what a JSON value is."""
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else "true or false"
+    return {dict: "an object", list: "a list", str: "a string", int: "a number", float: "a fraction"}[type(value)]

@@ -20,11 +20,11 @@ import numpy as np
 
 from prefixcache.trace.format import (
     LINE_BYTES,
+    LINES,
     MAX,
     MOONCAKE_BLOCK,
     REQUEST,
     STORE,
-    WHAT,
     Grown,
     Line,
     LineError,
@@ -141,7 +141,7 @@ class Trace:
 
     def _empty(self) -> TraceError:
         torn = " (it is cut off)" if self.torn else ""
-        return TraceError(f"{self.path}: no request in it{torn}; {WHAT}")
+        return TraceError(f"{self.path}: no request in it{torn}; {LINES}")
 
 
 class TraceSummary(NamedTuple):
@@ -314,7 +314,7 @@ def _split(path: Path) -> Iterator[tuple[bytes, bool]]:
             number += len(lines)
             yield from ((line, True) for line in lines)
             if len(rest) > LINE_BYTES:
-                raise _wrong(path, number, f"longer than {LINE_BYTES >> 20} MiB; {WHAT}")
+                raise _wrong(path, number, f"longer than {LINE_BYTES >> 20} MiB; {LINES}")
     if rest.strip():
         yield rest, False
 
@@ -328,7 +328,7 @@ def _opened(path: Path) -> BinaryIO:
             head = file.read(4096)
         packed = head.startswith(b"\x1f\x8b")
         if not packed and b"\0" in head and not head.lstrip().startswith(b"{"):  # a crash may leave NULs at the end
-            raise TraceError(f"{path}: a binary file; {WHAT}")
+            raise TraceError(f"{path}: a binary file; {LINES}")
         return gzip.open(path) if packed else path.open("rb")  # type: ignore[return-value]
     except (OSError, ValueError) as error:
         if isinstance(error, TraceError):
