@@ -18,6 +18,7 @@ from prefixcache.keys import (
     as_tokens,
     canonical,
     chain,
+    common_prefix,
     root_key,
 )
 
@@ -25,6 +26,13 @@ ids = st.integers(-(2**63), 2**63 - 1)
 BEYOND = "ids must fit in 64 bits, -2\\*\\*63 to 2\\*\\*63 - 1"
 
 # -- tokens that are taken --------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(0, 1), max_size=20), st.lists(st.integers(0, 1), max_size=20))
+def test_the_common_prefix_ends_where_two_prompts_differ(a, b):
+    n = common_prefix(np.array(a, np.int64), np.array(b, np.int64))
+    assert a[:n] == b[:n]
+    assert n == min(len(a), len(b)) or a[n] != b[n]
 
 
 @given(st.lists(ids, max_size=50))
