@@ -51,6 +51,17 @@ def test_a_transposed_array_is_kept_in_its_own_order(dtype: str) -> None:
     assert np.array_equal(kept.view(np.uint16), bits_of(cache).swapaxes(0, 1))
 
 
+def test_blocks_are_cut_and_come_back_as_they_were() -> None:
+    rows, codec = random_bits("bfloat16", (3, 4 * 5, 8)), RawRows(8, "bfloat16")
+    ((plane,), levels, back) = codec.encode_blocks(rows, 4, (), (), True)
+    assert plane.shape == (4, 5, 3, 8)
+    assert levels is None
+    assert back is rows
+    for i in range(4):
+        assert np.array_equal(plane[i], bits_of(rows)[:, 5 * i : 5 * i + 5].swapaxes(0, 1))
+    assert np.array_equal(bits_of(codec.decode_blocks([mx.array(plane)], None)), bits_of(rows))
+
+
 def test_what_encode_returns_is_a_copy() -> None:
     rows = mx.zeros((2, 1, 4), mx.float16)
     (kept,) = RawRows(4, "float16").encode(rows)
