@@ -80,25 +80,18 @@ class RememberedPlan(Plan):
 
 
 class SizeMaker:
-    """A `Maker` of sizes, for prompts of a model: of a window it has what a live cache holds after the last token."""
+    """The `Maker` of one store, of sizes: of a window it has what a live cache holds after the last token."""
 
     has_codes = False
     recoded = 0
     not_finite: NotFinite | None = None
 
-    def __init__(self, plan: Plan, sizes: StateSizes, ssd: SimulatedSsd | None):
-        self._plan, self._sizes, self._ssd = plan, sizes, ssd
-        self._limit = 0
-        self.since: int | None = None
-        self.state: State | None = None
+    def __init__(self, plan: Plan, sizes: StateSizes, ssd: SimulatedSsd | None, limit: int, given: int):
+        """Of the `limit` tokens to store the first `given` have the rows that a fetch gives."""
+        self._plan, self._sizes, self._ssd, self._limit = plan, sizes, ssd, limit
+        self.since: int | None = None if plan.lossless else given
+        self.state: State | None = sizes.snapshot(limit) if plan.snapshots else None
         self.is_written_back = True
-
-    def begin(self, limit: int, given: int) -> SizeMaker:
-        """Begin a store of so many tokens, the first of which have the rows that a fetch gives."""
-        self._limit, self.is_written_back = limit, True
-        self.since = None if self._plan.lossless else given
-        self.state = self._sizes.snapshot(limit) if self._plan.snapshots else None
-        return self
 
     def held(self, window: int) -> tuple[tuple[int, int], ...]:
         return held_rows(self._plan.windows[window], self._limit)
@@ -215,9 +208,7 @@ class Simulation:
             storage.open_tier(tier, self.ssd, [namespace])
         self.namespace = namespace
         self.source = SizeSource(storage, more)
-        self._sizes = sizes
-        self._maker = SizeMaker(plan, sizes, self.ssd)
-        self._cell, self._now = cell, 0.0
+        self._sizes, self._cell, self._now = sizes, cell, 0.0
         self._idle = Idle(storage, lambda: self._now)
         self._leases = Leases(storage)
         self._leases.clock = lambda: self._now
@@ -273,7 +264,7 @@ class Simulation:
         self.run_writer()
 
     def _store(self, prompt: Prompt) -> None:
-        maker = self._maker.begin(len(prompt), prompt.given_rows.tokens)
+        maker = SizeMaker(self.namespace.plan, self._sizes, self.ssd, len(prompt), prompt.given_rows.tokens)
         StoreCall(self.storage, self.namespace, prompt, len(prompt), maker).run()
 
     def _keep_hot(self, prompt: Prompt) -> None:
