@@ -14,11 +14,11 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import accumulate
 from queue import Empty
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from prefixcache.byte_sizes import size
@@ -277,7 +277,7 @@ class Generator:
         """Return the request, if it can begin; else defer it and return None."""
         answers, request, args = item
         try:
-            tokenized = self._tokenize_early(request, args)
+            tokenized = self._tokenize_before_turn(request, args)
             with self.turns.failure_scope("a request can't be looked up"):
                 wait = self._waits_for(request, tokenized, answers) if tokenized is not None else None
         except Exception:  # the loop meets it again, and answers with it
@@ -330,7 +330,7 @@ class Generator:
 
     # -- requests' tokens --------------------------------------------------------------------------------------------
 
-    def _tokenize_early(self, request: Any, args: Any) -> TokenizedRequest | None:
+    def _tokenize_before_turn(self, request: Any, args: Any) -> TokenizedRequest | None:
         """Tokenize a request before its turn, if the model that it asks for is the one that is loaded."""
         if self.model_provider.loaded_as(args.model) is None:
             return None
@@ -357,8 +357,8 @@ class Generator:
             ids = as_tokens(_cached_tokens(tokenized))
             name, salt = self.prompts.name_of(loaded.key), _salt_of(request)
             prompt = self.prompts.prompt_of(ids, name, salt, self.model_provider.form)
-        ends = np.cumsum([len(segment) for segment in tokenized[1]])
-        boundaries = tuple(int(end) for end in sorted({*ends[:-1], len(ids) - 1}))
+        ends = [*accumulate(map(len, tokenized[1]))]
+        boundaries = tuple(sorted({*ends[:-1], len(ids) - 1}))
         keeping: Keeping = getattr(request, "keeping", Keeping())
         system = system_end(*tokenized[1:3])
         leases = keeping.leases(len(ids), system)
