@@ -20,6 +20,7 @@ from prefixcache.cache import PrefixCache
 from prefixcache.keys import BLOCK, as_tokens
 from prefixcache.layers import CacheError
 from prefixcache.layers.form import CacheForm
+from prefixcache.servers.keeping import WantedLease
 from prefixcache.servers.mlx_lm.answers import Answers
 from prefixcache.servers.mlx_lm.prompt_cache import TieredPromptCache, identity_of, images_of
 from prefixcache.servers.mlx_lm.upstream import request_of
@@ -34,7 +35,7 @@ class TokenizedRequest(NamedTuple):
     """A request's prompt as the cache has it, and what mlx-lm's `_tokenize` gave.
 
     `prompt`: empty where it can't be kept. `boundaries`: ascending, where its state will be stored. `answers`: the queue of
-    its answer. `leases`: how many of its first tokens are leased, for how many seconds each; None: nothing of it is stored.
+    its answer. `leases`: those that it asks for; None: nothing of it is stored.
     """
 
     tokenizer: Any
@@ -42,7 +43,7 @@ class TokenizedRequest(NamedTuple):
     prompt: Prompt
     boundaries: tuple[int, ...]
     answers: Answers | None
-    leases: Sequence[tuple[int, float]] | None
+    leases: Sequence[WantedLease] | None
 
     @property
     def is_stored(self) -> bool:
@@ -146,9 +147,9 @@ class TenantPromptCache(TieredPromptCache):
 
     def _lease(self, request: TokenizedRequest) -> None:
         """Keep the beginnings of a stored prompt for as long as it asked."""
-        for tokens, ttl in request.leases or ():
+        for lease in request.leases or ():
             try:
-                self.cache.lease(request.prompt.first(tokens), ttl=ttl)
+                self.cache.lease(request.prompt.first(lease.tokens), ttl=lease.seconds)
             except Exception as error:
                 self._fail(error)
 
