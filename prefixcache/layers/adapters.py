@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -18,10 +18,8 @@ import numpy as np
 from prefixcache.blocks.node import Window
 from prefixcache.codecs.interchange import Array, borrow, name_of
 from prefixcache.codecs.packing import words_of
+from prefixcache.codecs.turboquant.coding import Choice, LayerRows, Run
 from prefixcache.keys import BLOCK
-
-if TYPE_CHECKING:
-    from prefixcache.codecs.turboquant.coding import Choice, Run
 
 CACHE_MODULES = ("mlx_lm.models.cache.", "mlx_vlm.models.cache.")  # the same names and attributes in both
 PLAIN_CACHE, ROTATING_CACHE = CACHE_MODULES[0] + "KVCache", CACHE_MODULES[0] + "RotatingKVCache"
@@ -167,6 +165,14 @@ def _streams(arrays: dict[str, mx.array], cache: Any, at: str, exact: bool) -> l
         part = name.split(".")[0]
         streams.append([name, part, array.shape[1], array.shape[3], name_of(array.dtype), exact])
     return streams
+
+
+def layer_rows(layout: Layout) -> LayerRows | None:
+    """Return the rows of a layout of keys and values; None for none, or where the two differ in more than width."""
+    if not layout["streams"]:
+        return None
+    (_, _, heads, key_width, dtype, _), (_, _, value_heads, value_width, value_dtype, _) = layout["streams"]
+    return LayerRows(heads, key_width, value_width, dtype) if (heads, dtype) == (value_heads, value_dtype) else None
 
 
 def _layout(cache: Any, kind: str, attributes: dict[str, Any], **more: Any) -> Layout:

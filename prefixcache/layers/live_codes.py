@@ -17,9 +17,9 @@ from prefixcache.codecs import RowCodec
 from prefixcache.codecs.levels import Levels, same_levels
 from prefixcache.codecs.pieces import Piece
 from prefixcache.codecs.turboquant.codec import is_latent
-from prefixcache.codecs.turboquant.coding import Choice, LayerRows, Run, spans_of
+from prefixcache.codecs.turboquant.coding import Choice, Run, spans_of
 from prefixcache.codecs.turboquant.live import LevelStack, decode
-from prefixcache.layers.adapters import PARTS, PLAIN_CACHE, CacheError, Layout, Leaf
+from prefixcache.layers.adapters import PARTS, PLAIN_CACHE, CacheError, Leaf, layer_rows
 from prefixcache.layers.image_layout import Plan
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def decoded(leaf: Leaf, first: int, last: int) -> Leaf:
     """Return a leaf without codes that has the rows of tokens `first` to `last` (not included): what its codes decode to, or
     the exact ones beside them.
     """
-    codes, kind, arrays = leaf.codes, _kind_of(leaf.layout), {}
+    codes, kind, arrays = leaf.codes, layer_rows(leaf.layout), {}
     assert codes is not None
     assert kind is not None
     forms = codes.choice.forms(kind)
@@ -78,14 +78,6 @@ def decoded(leaf: Leaf, first: int, last: int) -> Leaf:
         arrays[part] = mx.concatenate(pieces, axis=2)
     mx.eval(arrays)
     return Leaf(leaf.layout, leaf.positions, ((first, last),), arrays, lambda a, b: slice(a - first, b - first))
-
-
-def _kind_of(layout: Layout) -> LayerRows | None:
-    """Return what rows a KVCache of this layout has; None for none, or where keys and values differ in more than width."""
-    if not layout["streams"]:
-        return None
-    (_, _, heads, key_width, dtype, _), (_, _, value_heads, value_width, value_dtype, _) = layout["streams"]
-    return LayerRows(heads, key_width, value_width, dtype) if (heads, dtype) == (value_heads, value_dtype) else None
 
 
 def _can_be_kept(levels: Levels, shape: tuple[int, int], centred: bool) -> bool:
@@ -130,7 +122,7 @@ def choice_of(plan: Plan, leaf: int) -> Choice | None:
     stored: another class than KVCache, rows kept by another codec, latents.
     """
     layout = plan.leaves[leaf]
-    kind = _kind_of(layout) if layout["class"] == PLAIN_CACHE else None
+    kind = layer_rows(layout) if layout["class"] == PLAIN_CACHE else None
     if kind is None or is_latent(kind.heads, *kind.widths):
         return None
     return Choice.of(*_row_codecs(plan, leaf), plan.sink_tokens)
@@ -152,7 +144,7 @@ class CodedLeaf(NamedTuple):
 
 def live(plan: Plan, leaf: int, choice: Choice, coded: CodedLeaf, rows: int, capacity: int) -> TurboQuantKVCache:
     """Make a live cache of `rows` rows that takes these codes as they are, evaluated."""
-    kind = _kind_of(plan.leaves[leaf])
+    kind = layer_rows(plan.leaves[leaf])
     assert kind is not None
     codes = _buffers(coded.pieces, _row_codecs(plan, leaf), kind.heads, capacity)
     sinks = (coded.sinks[0], coded.sinks[1]) if coded.sinks else None

@@ -17,7 +17,7 @@ from prefixcache.codecs.transform.layer import Layer, grouped
 from prefixcache.codecs.transform.rope import NO_ROPE
 from prefixcache.codecs.transform.tables import first_guess
 from prefixcache.codecs.turboquant.codec import is_latent
-from prefixcache.layers.adapters import PLAIN_CACHE, ROTATING_CACHE
+from prefixcache.layers.adapters import PLAIN_CACHE, ROTATING_CACHE, layer_rows
 from prefixcache.layers.image_layout import Plan
 
 HASH = "0" * 32  # no file's
@@ -52,11 +52,9 @@ def _layers(plan: Plan) -> list[Layer]:
     for leaf, index in zip(plan.leaves, plan.layer_of, strict=True):
         window = Window(*leaf.get("window", (0,)))
         known = leaf["class"] in (PLAIN_CACHE, ROTATING_CACHE) and not window.keep
-        if not known or caches[index] > 1 or not leaf["streams"]:
-            continue
-        (_, _, heads, key_width, dtype, _), (_, _, value_heads, value_width, value_dtype, _) = leaf["streams"]
-        if (heads, dtype) == (value_heads, value_dtype) and not is_latent(heads, key_width, value_width):
-            layers.append(Layer(index, heads, key_width, value_width, dtype, NO_ROPE, window.size))
+        rows = layer_rows(leaf) if known and caches[index] == 1 else None
+        if rows is not None and not is_latent(rows.heads, *rows.widths):
+            layers.append(Layer(index, *rows, NO_ROPE, window.size))
     return layers
 
 
