@@ -127,7 +127,7 @@ class Chat(Bytes):
 
 def test_windows_lie_apart_and_begin_as_every_text_does():
     ids = list(range(1, 1001))
-    first, windows = cut(Bytes(), ids, prefix=50, tokens=20, windows=6)
+    first, windows = cut(Bytes(), ids, EvaluationSize(prefix=50, tokens=20, windows=6))
     assert len(first) == 50
     pieces = [first, *(w.prompt + w.inputs for w in windows)]
     assert all(piece[0] == 0 for piece in pieces)
@@ -139,10 +139,10 @@ def test_windows_lie_apart_and_begin_as_every_text_does():
 
 
 def test_the_least_text_is_enough_and_one_token_less_is_refused():
-    needed = 4 * (50 - 1 + 20 + 1)
-    cut(Bytes(), [7] * needed, 50, 20, 3)
+    needed, job = 4 * (50 - 1 + 20 + 1), EvaluationSize(prefix=50, tokens=20, windows=3)
+    cut(Bytes(), [7] * needed, job)
     with pytest.raises(Refused, match=r"has 279 tokens.*need 280.*--text.*--windows"):
-        cut(Bytes(), [7] * (needed - 1), 50, 20, 3)
+        cut(Bytes(), [7] * (needed - 1), job)
 
 
 @pytest.mark.parametrize("tokenizer", [Bytes(), Chat()])

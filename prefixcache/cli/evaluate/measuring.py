@@ -99,7 +99,7 @@ def measure(
     basis_bytes = _basis_bytes(codecs, subject.identity, folder)
     _check_positions(subject, job)
     ids = list(subject.tokenizer.encode(text, add_special_tokens=False))
-    first, windows = cut(subject.tokenizer, ids, job.prefix, job.tokens, job.windows)
+    first, windows = cut(subject.tokenizer, ids, job)
     with_numbers = haystacks(subject.tokenizer, ids, job)
     total = len(windows) + len(with_numbers)
     reference = Reference(subject.model)

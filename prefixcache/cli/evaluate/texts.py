@@ -93,12 +93,12 @@ def read_texts(paths: Sequence[Path]) -> str:
         raise Refused(str(error)) from None
 
 
-def cut(tokenizer: Any, ids: list[int], prefix: int, tokens: int, windows: int) -> Excerpts:
+def cut(tokenizer: Any, ids: list[int], job: EvaluationSize) -> Excerpts:
     """Return excerpts of a text, evenly spaced; none overlaps another.
 
     Each begins with what the tokenizer puts at the beginning of a text.
     """
-    opening = opening_of(tokenizer)
+    opening, prefix, tokens, windows = opening_of(tokenizer), job.prefix, job.tokens, job.windows
     length = prefix - len(opening) + tokens + 1
     needed = (windows + 1) * length
     if not ids:
