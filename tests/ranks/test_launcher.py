@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from tests.ranks.rank_serving import COMMAND, EXACT, save_sharded
-from tests.servers.forked import BLAS, OFFLINE, ROOT
+from tests.servers.forked import OFFLINE, ROOT, preloaded
 from tests.servers.serving import SECONDS, Endpoint, ask, text, wait_for
 from tools.ranks.launch import free_ports
 
@@ -43,7 +43,7 @@ class Launched(Endpoint):
                 stdout=out,
                 stderr=out,
                 cwd=ROOT,
-                env={**os.environ, **OFFLINE, **BLAS, **EXACT},
+                env={**os.environ, **OFFLINE, **preloaded(), **EXACT},
             )
 
     def said(self) -> str:
@@ -131,7 +131,7 @@ os._exit(0)
 def test_ranks_that_something_else_started_go_on_without_it(model, tmp_path):
     serve = "serve", "--port", 0, "--codec", "raw", "--ram", "100MB", "--model", model
     command = [sys.executable, "-c", LEAVES, tmp_path / "log", sys.executable, "-c", COMMAND, *serve]
-    environment = {**os.environ, **OFFLINE, **BLAS, **EXACT, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, **OFFLINE, **preloaded(), **EXACT, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([*map(str, command)], cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
     ranks = [psutil.Process(int(pid)) for pid in done.stdout.split()]
     try:

@@ -19,7 +19,7 @@ import pytest
 import requests
 
 from tests.ranks.rank_serving import COMMAND, RankServer, rank_serving, save_sharded
-from tests.servers.forked import BLAS, OFFLINE, ROOT
+from tests.servers.forked import OFFLINE, ROOT, preloaded
 from tests.servers.serving import ask, at_once, chat, save_adapter, text, wait_for
 from tools.ranks.launch import ring
 
@@ -184,7 +184,7 @@ def test_warm_says_that_a_rank_is_gone(models, tmp_path):
     command = [sys.executable, "-c", DIES + COMMAND, "warm", *flags, str(tmp_path / "prompts.jsonl")]
     log = tmp_path / "log"
     with log.open("wb") as out:
-        ranks = ring(command, 2, [out, subprocess.DEVNULL], cwd=ROOT, env={**OFFLINE, **BLAS})
+        ranks = ring(command, 2, [out, subprocess.DEVNULL], cwd=ROOT, env={**OFFLINE, **preloaded()})
         try:
             assert [rank.wait(60) for rank in ranks] == [2, 9], log.read_text()
         finally:
@@ -312,7 +312,7 @@ def test_what_warm_has_stored_on_the_ranks_is_hit(models, tmp_path):
             *map(str, flags),
             str(tmp_path / "prompts.jsonl"),
         ]
-        ranks = ring(command, 2, [out, subprocess.DEVNULL], cwd=ROOT, env={**OFFLINE, **BLAS})
+        ranks = ring(command, 2, [out, subprocess.DEVNULL], cwd=ROOT, env={**OFFLINE, **preloaded()})
         assert [rank.wait(60) for rank in ranks] == [0, 0], log.read_text()
     assert "1 prompt; " in log.read_text()
     with rank_serving(tmp_path / "log", 2, *flags) as server:

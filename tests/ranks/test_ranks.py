@@ -5,7 +5,6 @@ runs as many as one likes.
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,28 +12,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.servers.forked import BLAS, ROOT
+from tests.servers.forked import ROOT, preloaded
 from tools.ranks.__main__ import one
 from tools.ranks.launch import ring
 from tools.ranks.models import CASES, Case
 
 
-@pytest.fixture(scope="module")
-def waiting_recv(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The library of waiting_recv.c, which saves two thirds of the ranks' processor time; "" where it can't be built."""
-    if sys.platform != "linux" or shutil.which("cc") is None:
-        return ""
-    library = tmp_path_factory.mktemp("recv") / "waiting_recv.so"
-    source = Path(__file__).with_name("waiting_recv.c")
-    subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-Wall", "-Werror", "-o", library, source, "-ldl"], check=True)
-    return str(library)
-
-
 @pytest.fixture(autouse=True)
-def light_ranks(monkeypatch: pytest.MonkeyPatch, waiting_recv: str) -> None:
-    for name, value in BLAS.items():
+def light_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in preloaded().items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("LD_PRELOAD", ":".join(filter(None, [BLAS.get("LD_PRELOAD"), waiting_recv])))
 
 
 @pytest.mark.parametrize(
