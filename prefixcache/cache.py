@@ -27,7 +27,7 @@ from prefixcache.blocks.node import RAM
 from prefixcache.byte_sizes import parse_size
 from prefixcache.codecs import Codec, TurboQuant
 from prefixcache.keys import Tokens, as_model, as_salt, as_session, as_tokens
-from prefixcache.layers.classes import allow
+from prefixcache.layers.allowed_classes import allow
 from prefixcache.layers.form import CacheForm
 from prefixcache.layers.read_ahead import ReadAhead
 from prefixcache.layers.reading import live_arrays

@@ -30,11 +30,11 @@ from prefixcache.settings import Settings
 from prefixcache.ssd import Ssd, WriterEvents
 from prefixcache.ssd.awaited import AwaitedDisk, why_absent
 from prefixcache.ssd.directory import rank_folder, refusal
+from prefixcache.store_fetch_remove.collect_stats import collect_stats
 from prefixcache.store_fetch_remove.leases import Leases
 from prefixcache.store_fetch_remove.live_stores import StoresBehind
 from prefixcache.store_fetch_remove.namespaces import Namespaces
 from prefixcache.store_fetch_remove.pins import Pins
-from prefixcache.store_fetch_remove.stats import collect_stats
 from prefixcache.tiers.hot import HotPrompts
 from prefixcache.tiers.idle import Idle
 from prefixcache.tiers.memory_pressure import Pressure

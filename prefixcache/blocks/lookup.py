@@ -8,8 +8,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 
-from prefixcache.blocks.masks import mask_of
 from prefixcache.blocks.node import Node, Slot, Walk, common_tokens
+from prefixcache.blocks.window_masks import mask_of
 from prefixcache.image_format import ROWS
 from prefixcache.keys import BLOCK, TOKEN_BYTES
 

@@ -3,7 +3,7 @@ arrays.
 """
 
 from prefixcache.layers.adapters import CacheError
-from prefixcache.layers.classes import allow
+from prefixcache.layers.allowed_classes import allow
 from prefixcache.layers.image_layout import Plan
 from prefixcache.layers.reading import Reading, read
 from prefixcache.layers.stored import StoredLayer, StoredPrompt

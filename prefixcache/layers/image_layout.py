@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from prefixcache.blocks.masks import extra_of, mask_of
 from prefixcache.blocks.node import Window
+from prefixcache.blocks.window_masks import extra_of, mask_of
 from prefixcache.codecs import Codec, Raw, RawRows, RowCodec, Stream
 from prefixcache.codecs.interchange import element
 from prefixcache.codecs.levels import Levels, PackedLevels
@@ -24,7 +24,7 @@ from prefixcache.image_format import DTYPES, Image, Spec
 from prefixcache.keys import BLOCK
 from prefixcache.layers import snapshots
 from prefixcache.layers.adapters import PLAIN_CACHE, RECURRENT, ROTATING_CACHE, Layout, Leaf
-from prefixcache.layers.classes import find_class
+from prefixcache.layers.allowed_classes import find_class
 
 LEAST_ROWS = 32  # of a head's recurrent state; what has fewer is a convolution's last inputs
 

@@ -13,7 +13,7 @@ from prefixcache.codecs.base import Decoding, RowCodec
 from prefixcache.codecs.interchange import element, on_cpu, writable
 from prefixcache.image_format import Image
 from prefixcache.layers.adapters import adapter_of
-from prefixcache.layers.classes import find_class
+from prefixcache.layers.allowed_classes import find_class
 from prefixcache.layers.image_layout import Plan
 from prefixcache.layers.stored_rows import Block, DecodedBeginning, StoredRows
 

@@ -20,7 +20,7 @@ from prefixcache.layers.adapters import (
     adapter_of,
     class_path,
 )
-from prefixcache.layers.classes import find_class
+from prefixcache.layers.allowed_classes import find_class
 
 
 class Reading(NamedTuple):

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from prefixcache.blocks.masks import RowPairs
+from prefixcache.blocks.window_masks import RowPairs
 from prefixcache.codecs.base import Decoding, Encoding
 from prefixcache.codecs.interchange import Array
 from prefixcache.codecs.turboquant.measure_levels import measure_levels

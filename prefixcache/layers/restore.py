@@ -13,7 +13,7 @@ from prefixcache.codecs.turboquant.coding import Choice, LayerLevels, Run
 from prefixcache.image_format import Image
 from prefixcache.layers import live_codes
 from prefixcache.layers.adapters import PARTS, Layout, adapter_of, blank
-from prefixcache.layers.classes import find_class
+from prefixcache.layers.allowed_classes import find_class
 from prefixcache.layers.stacks import RowRun
 from prefixcache.layers.stored_rows import StoredRows, pieces_of
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from prefixcache.blocks.masks import mask_of
+from prefixcache.blocks.window_masks import mask_of
 from prefixcache.image_format import Image
 from prefixcache.layers.adapters import Layout
 from prefixcache.layers.image_layout import Plan

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from prefixcache.blocks.masks import mask_of, runs_of
+from prefixcache.blocks.window_masks import mask_of, runs_of
 from prefixcache.codecs.base import RowCodec
 from prefixcache.codecs.interchange import on_cpu
 from prefixcache.codecs.pieces import Piece

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from prefixcache.blocks.masks import mask_of, runs_of
+from prefixcache.blocks.window_masks import mask_of, runs_of
 from prefixcache.codecs.levels import same_levels
 from prefixcache.codecs.turboquant.coding import spans_of
 from prefixcache.layers.adapters import Leaf, LiveCodes

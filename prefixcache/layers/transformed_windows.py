@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from prefixcache.blocks.masks import mask_of, row_pairs, runs_of
+from prefixcache.blocks.window_masks import mask_of, row_pairs, runs_of
 from prefixcache.codecs.transform.coding import Codes
 from prefixcache.layers.adapters import Leaf
 from prefixcache.layers.image_layout import Joined, Plan, Section, Tensors

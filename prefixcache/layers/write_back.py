@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from prefixcache.blocks.masks import held_mask, row_pairs, runs_of
+from prefixcache.blocks.window_masks import held_mask, row_pairs, runs_of
 from prefixcache.codecs import RawRows
 from prefixcache.codecs.interchange import on_cpu
 from prefixcache.codecs.pieces import Piece, decode

@@ -1,5 +1,6 @@
 """What a PrefixCache counts, for Prometheus: `CacheCollector` reads `stats()` when it is scraped, and at no other time.
 
+A new number is a field of `Counters` where it is counted, or of `Stats` where `collect_stats` finds it, and a `Series` here.
 Nothing is counted here and nothing is remembered, so between scrapes it costs nothing. A server registers the collector
 with prometheus-client, or answers /metrics with what `render` gives. The same names are in dashboards/grafana.json,
 `prefixcache top` and docs/operating.md.

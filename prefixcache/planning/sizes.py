@@ -10,8 +10,8 @@ from functools import cached_property
 from typing import Any
 
 from prefixcache.blocks.graph import NODE_BYTES, SLOT_BYTES
-from prefixcache.blocks.masks import extra_of, held_mask
 from prefixcache.blocks.node import Window
+from prefixcache.blocks.window_masks import extra_of, held_mask
 from prefixcache.codecs import Codec
 from prefixcache.image_format import Blueprint, HeaderFields, Spec
 from prefixcache.keys import BLOCK, KEY_BYTES, canonical

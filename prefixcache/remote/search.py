@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
-from prefixcache.blocks.masks import held_mask, window_key
 from prefixcache.blocks.node import Window
+from prefixcache.blocks.window_masks import held_mask, window_key
 from prefixcache.image_format import ROWS, SNAPSHOT, WINDOW, ImageKind
 from prefixcache.keys import BLOCK, TOKEN_BYTES, chain
 

@@ -1,4 +1,5 @@
-"""What leaves for the remote tier: a queue of addresses, and the threads that send images behind everything else.
+"""How images leave for the remote tier; which ones, `RemoteTier` decides. A queue of addresses, and the threads that send
+images behind everything else.
 
 The queue holds no image. When its turn comes, an image is pinned where it stands in RAM, and RAM is reserved for its sealed
 form; what has left RAM by then is dropped: its next use offers it again.

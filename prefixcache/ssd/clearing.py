@@ -10,13 +10,13 @@ import shutil
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from prefixcache.durability import sync_folder
 from prefixcache.ssd.directory import Directory, disk_at, disk_of, remove_empty_folders, scan
 from prefixcache.ssd.entries import Progress
 from prefixcache.ssd.files import remove_file
 from prefixcache.ssd.index import Index, suffixes
 from prefixcache.ssd.lock import Lock, refuse_newer
 from prefixcache.ssd.quarantine import quarantined
+from prefixcache.sync_folder import sync_folder
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import closing, suppress
 from pathlib import Path
 
-from prefixcache.durability import sync_folder
 from prefixcache.ssd.entries import FOLDERS, Address
 from prefixcache.ssd.errors import DirectoryError
+from prefixcache.sync_folder import sync_folder
 
 INDEX = "index.db"
 LOCK = "LOCK"

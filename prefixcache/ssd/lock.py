@@ -13,13 +13,13 @@ from contextlib import closing
 from itertools import islice
 from pathlib import Path
 
-from prefixcache.durability import sync_folder
 from prefixcache.image_format import FORMAT
 from prefixcache.ssd.directory import Directory, identity_of, lock_text, refusal, require_plain
 from prefixcache.ssd.errors import DirectoryHeld, IndexBroken, NewerFormat
 from prefixcache.ssd.files import DamagedFile, read_header
 from prefixcache.ssd.index import suffixes
 from prefixcache.ssd.tables import check_format
+from prefixcache.sync_folder import sync_folder
 
 _FORMAT = re.compile(rb"^format ([0-9]{1,9})$", re.MULTILINE)
 _SAMPLE = 8  # images that are looked at where neither LOCK nor index is there to say

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 
 from prefixcache.byte_sizes import as_setting
-from prefixcache.durability import sync_folder
 from prefixcache.ssd.directory import (
     LOCK,
     Directory,
@@ -36,6 +35,7 @@ from prefixcache.ssd.ledger import NOISE_BYTES, DiskRoom, Ledger, free_space
 from prefixcache.ssd.lock import Lock, refuse_newer
 from prefixcache.ssd.quarantine import Quarantine, quarantined
 from prefixcache.ssd.repair import mend, open_index
+from prefixcache.sync_folder import sync_folder
 
 log = logging.getLogger("prefixcache.ssd")
 

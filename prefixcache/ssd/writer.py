@@ -21,7 +21,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from prefixcache.durability import sync_folder
 from prefixcache.metrics.histogram import Histogram
 from prefixcache.ssd.directory import make_folder, remove_folder
 from prefixcache.ssd.entries import Address, Entry, Item, Touch, batched
@@ -30,6 +29,7 @@ from prefixcache.ssd.index import Row, proves_damage
 from prefixcache.ssd.ledger import DISK_POLL_SECONDS, is_full
 from prefixcache.ssd.open_directory import OpenDirectory
 from prefixcache.ssd.queue import Queue, QueuedBatch, Removal, Write
+from prefixcache.sync_folder import sync_folder
 
 log = logging.getLogger("prefixcache.ssd")
 

@@ -9,8 +9,8 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 from prefixcache.blocks.lookup import rows_depth, windows_read
-from prefixcache.blocks.masks import mask_of
 from prefixcache.blocks.node import RAM, Node, Slot
+from prefixcache.blocks.window_masks import mask_of
 from prefixcache.image_format import SNAPSHOT, Image
 from prefixcache.keys import BLOCK
 from prefixcache.layers.read_ahead import ReadAhead

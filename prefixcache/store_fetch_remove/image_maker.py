@@ -12,8 +12,8 @@ from typing import Protocol, cast
 import mlx.core as mx
 import numpy as np
 
-from prefixcache.blocks.masks import extra_of, mask_from, mask_of, window_key
 from prefixcache.blocks.node import Node
+from prefixcache.blocks.window_masks import extra_of, mask_from, mask_of, window_key
 from prefixcache.codecs.interchange import CopyOut, located, on_cpu
 from prefixcache.codecs.threads import WORTH_A_THREAD, share_out
 from prefixcache.codecs.transform.coding import Codes

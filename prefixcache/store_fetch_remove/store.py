@@ -17,9 +17,9 @@ from typing import NamedTuple
 
 from prefixcache.blocks.budget import Reservation
 from prefixcache.blocks.lookup import required_images
-from prefixcache.blocks.masks import extra_of, held_mask, mask_of, window_key
 from prefixcache.blocks.node import BLOCK_BYTES, RAM, SHARED, TURN, Node, Slot, Walk
 from prefixcache.blocks.superseded import is_beside_whole, superseded_tails
+from prefixcache.blocks.window_masks import extra_of, held_mask, mask_of, window_key
 from prefixcache.image_format import ROWS, SNAPSHOT, WINDOW, Image, Spec
 from prefixcache.keys import BLOCK, TOKEN_BYTES, chain
 from prefixcache.layers.finite import NotFinite

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from prefixcache.blocks.masks import mask_from, mask_of, row_pairs, runs_of
 from prefixcache.blocks.node import BLOCK_BYTES
+from prefixcache.blocks.window_masks import mask_from, mask_of, row_pairs, runs_of
 from prefixcache.image_format import DTYPES
 from prefixcache.layers.encode import RowTarget
 from prefixcache.layers.image_layout import Plan, Section, Tensors

@@ -1,8 +1,9 @@
 """`Storage`: the graph, the RAM budget and the tiers below, under one lock; and what is deleted from all of them at once.
 
-`ram` decides which image RAM evicts, `spilling` what is written to the tier below; `tier_in_graph` keeps a tier's index and
-its limit, `promotion` reads images back. Nothing here knows what an image means, or runs MLX. Nothing on the request path
-waits for a tier, unless the setting `spill="wait"` says so, and then no longer than `spill_wait`.
+`ram` makes room, by evicting what `blocks.eviction` names; `spilling` decides what is written to the tier below;
+`tier_in_graph` keeps a tier's index and its limit, `promotion` reads images back. Nothing here knows what an image means,
+or runs MLX. Nothing on the request path waits for a tier, unless the setting `spill="wait"` says so, and then no longer
+than `spill_wait`.
 """
 
 from __future__ import annotations

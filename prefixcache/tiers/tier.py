@@ -1,5 +1,5 @@
 """What a place for images below RAM must be able to do: the protocol that the SSD and the planner's simulated one have.
-Decision 0007 says why.
+`OpenCache._open_tiers` plugs them in. Decision 0007 says why.
 """
 
 from __future__ import annotations

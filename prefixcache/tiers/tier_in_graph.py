@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator
 from prefixcache.blocks.budget import Reservation
 from prefixcache.blocks.eviction import eviction_victim, leaf_depending_on, victims_for
 from prefixcache.blocks.graph import NODE_BYTES, Graph
-from prefixcache.blocks.masks import mask_from, window_key
 from prefixcache.blocks.node import RAM, Node, Slot, dependencies
+from prefixcache.blocks.window_masks import mask_from, window_key
 from prefixcache.byte_sizes import size
 from prefixcache.image_format import ROWS, SNAPSHOT, WINDOW, Image
 from prefixcache.ssd import Address, Cancelled, Entry

@@ -11,9 +11,9 @@ from prefixcache.blocks.budget import Budget
 from prefixcache.blocks.eviction import eviction_victim
 from prefixcache.blocks.graph import Graph
 from prefixcache.blocks.lookup import image_depth, required_images
-from prefixcache.blocks.masks import mask_of
 from prefixcache.blocks.node import BLOCK_BYTES, RAM, Node, Slot, Tree, Walk, Window, dependencies
 from prefixcache.blocks.superseded import is_superseded, successions
+from prefixcache.blocks.window_masks import mask_of
 from prefixcache.keys import BLOCK, TOKEN_BYTES, as_tokens, chain
 
 SSD = 1  # the tier below RAM

@@ -11,7 +11,7 @@ import pytest
 from mlx_lm import server as upstream
 
 from prefixcache import PrefixCache, Settings
-from prefixcache.servers.mlx_lm.errors import ServeError
+from prefixcache.servers.errors import ServeError
 from tests.models.families import MLX_LM_0_31
 from tests.servers.forked import run
 from tests.servers.serving import save_adapter, save_model, serve, starting, text

@@ -20,7 +20,7 @@ import numpy as np
 
 from prefixcache import PrefixCache, TurboQuant
 from prefixcache import image_format as images
-from prefixcache.blocks.masks import mask_from
+from prefixcache.blocks.window_masks import mask_from
 from prefixcache.codecs.transform import backends, entropy
 from prefixcache.codecs.transform.basis import Basis, BasisError
 from prefixcache.codecs.transform.codec import Calibrated

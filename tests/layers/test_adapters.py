@@ -20,7 +20,7 @@ from mlx_lm.models.cache import (
 
 from prefixcache import CacheError, PrefixCache, Raw, TurboQuant, allow
 from prefixcache.layers import Plan, read
-from prefixcache.layers.classes import _allowed
+from prefixcache.layers.allowed_classes import _allowed
 from tests.models import states
 
 TOKENS = list(range(600))

@@ -20,7 +20,7 @@ ROOT = PACKAGE.parent
 LEVELS = {
     "image_memory": -1,
     "byte_sizes": 0,
-    "durability": 0,
+    "sync_folder": 0,
     "identity": 0,
     "image_format": 0,
     "kernels": 0,
@@ -61,14 +61,14 @@ ONLY = {
     "identity": set(),
     "upstream": set(),
     "byte_sizes": set(),
-    "durability": set(),
+    "sync_folder": set(),
     "settings": {"byte_sizes"},
     "metrics": {"", "byte_sizes"},
     "blocks": {"keys", "image_format", "image_memory"},
     "trace": {"keys"},
-    "ssd": {"byte_sizes", "durability", "keys", "image_format", "image_memory", "memory", "metrics"},
+    "ssd": {"byte_sizes", "sync_folder", "keys", "image_format", "image_memory", "memory", "metrics"},
     "remote": {"blocks", "image_format", "image_memory", "keys", "metrics", "ssd", "tiers"},
-    "codecs": {"durability", "kernels"},
+    "codecs": {"sync_folder", "kernels"},
     "calibration": {"codecs"},
     "live": {"codecs", "memory", "upstream"},
     "tiers": {
@@ -105,7 +105,7 @@ WITHOUT_MLX = [
     "tiers",
     "remote",
     "byte_sizes",
-    "durability",
+    "sync_folder",
 ]
 
 

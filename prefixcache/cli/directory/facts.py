@@ -90,7 +90,7 @@ def _raw_nbytes(whole: Survey, space: NamespaceSurvey) -> int | None:
     if not space.tokens:
         return 0
     try:
-        from prefixcache.blocks.masks import mask_from
+        from prefixcache.blocks.window_masks import mask_from
         from prefixcache.codecs import Raw
         from prefixcache.layers.image_layout import Plan
 

@@ -75,7 +75,7 @@ def serve(
         defaults = {name: value for name, value in SERVER_DEFAULTS.items() if name not in settings.model_fields_set}
         settings = settings.model_copy(update=defaults)
         key, rules = admin.key(), text.rules()
-        from prefixcache.servers.mlx_lm.errors import ServeError, ServeFailed
+        from prefixcache.servers.errors import ServeError, ServeFailed
         from prefixcache.servers.mlx_lm.options import ServeOptions
         from prefixcache.servers.mlx_lm.serve import serve as serve_until_ended
         from prefixcache.servers.salts import Salts
@@ -142,7 +142,7 @@ def _warm(prompts: list[WarmPrompt], salts: Salts, generator: Generator) -> None
     """Store the prompts, except those that no request could hit (--require-salt); on a terminal show a progress bar. Runs on
     the thread that generates.
     """
-    from prefixcache.servers.mlx_lm.errors import ServeError
+    from prefixcache.servers.errors import ServeError
     from prefixcache.servers.warm_prompts import BadPrompt, sequences_of
     from prefixcache.servers.warming import warm_sequences
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from weakref import WeakValueDictionary
 
 from prefixcache.codecs.transform.basis import SUFFIX, Basis, BasisError, is_hash, model_of, read
-from prefixcache.durability import sync_folder
+from prefixcache.sync_folder import sync_folder
 
 log = logging.getLogger("prefixcache")
 

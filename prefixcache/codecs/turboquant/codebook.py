@@ -23,7 +23,7 @@ class Codebook:
 
     How many steps v has: |v| * `grid` * (`by_rms` / rms of the row + `by_peak` / largest |v| of the row). Normal values
     alone would ask for by_rms = 1. But of 128 of them the largest is anything from 2 to 4 times their rms, and a row
-    whose peak is low has outer levels to spare, one whose peak is high too few: a finer or coarser grid for that row
+    whose peak is low has outer centroids to spare, one whose peak is high too few: a finer or coarser grid for that row
     takes 2 % off the squared error at 3 bits and 9 % at 4, for nothing but a maximum. 1 and 2 bits have nothing to gain.
 
     1 to 4 bits: codes ascend with c: 2**(bits-1) + index for v >= 0, its complement for v < 0.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from prefixcache.servers.mlx_lm.errors import ServeError
+from prefixcache.servers.errors import ServeError
 from prefixcache.servers.mlx_lm.upstream import parse_flags
 
 

@@ -26,12 +26,12 @@ from prefixcache.cache import PrefixCache
 from prefixcache.keys import as_tokens
 from prefixcache.open_cache import usable_memory
 from prefixcache.servers.canonical import EVERY_RULE, CanonicalText
+from prefixcache.servers.errors import RankFailed, may_be_the_hits
 from prefixcache.servers.in_flight import PromptsUnderWay, PromptUnderWay, Wait
 from prefixcache.servers.keeping import Keeping
 from prefixcache.servers.loaded_model import calibration_of, compile_kernels
 from prefixcache.servers.mlx_lm.answers import Answers, Ended
 from prefixcache.servers.mlx_lm.context import room_for
-from prefixcache.servers.mlx_lm.errors import RankFailed, may_be_the_hits
 from prefixcache.servers.mlx_lm.idle_work import IdleWork
 from prefixcache.servers.mlx_lm.leading_parts import system_end
 from prefixcache.servers.mlx_lm.prefill import RequestBatches

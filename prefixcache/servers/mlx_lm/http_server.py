@@ -25,6 +25,7 @@ from prefixcache.servers.apis import Api, error_type
 from prefixcache.servers.apis.messages import Messages, TokenCount
 from prefixcache.servers.apis.responses import Responses
 from prefixcache.servers.cold_requests import ColdRequests
+from prefixcache.servers.errors import no_address
 from prefixcache.servers.keeping import Keeping
 from prefixcache.servers.mlx_lm import model_list
 from prefixcache.servers.mlx_lm.admin import Admin
@@ -39,7 +40,6 @@ from prefixcache.servers.mlx_lm.connections import (
     TimedReader,
     drain,
 )
-from prefixcache.servers.mlx_lm.errors import no_address
 from prefixcache.servers.mlx_lm.generator import Generator
 from prefixcache.servers.mlx_lm.next_turns import NextTurns
 from prefixcache.servers.mlx_lm.options import ServeOptions

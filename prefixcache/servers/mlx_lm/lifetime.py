@@ -15,7 +15,7 @@ from prefixcache.byte_sizes import size
 from prefixcache.metrics.logs import JsonFormatter, quotes_nothing
 from prefixcache.metrics.stats import Stats
 from prefixcache.servers.ending import Ending
-from prefixcache.servers.mlx_lm.errors import RankFailed, ServeError, ServeFailed
+from prefixcache.servers.errors import RankFailed, ServeError, ServeFailed
 from prefixcache.servers.mlx_lm.generator import Generator
 from prefixcache.servers.mlx_lm.http_server import Handler, HttpServer, Site
 from prefixcache.servers.mlx_lm.options import ServeOptions

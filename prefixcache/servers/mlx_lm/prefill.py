@@ -24,7 +24,7 @@ from prefixcache.keys import BLOCK
 from prefixcache.media import chunks
 from prefixcache.servers.batch_rows import put_back
 from prefixcache.servers.buffer_pool import empty_pool
-from prefixcache.servers.mlx_lm.errors import may_be_the_hits
+from prefixcache.servers.errors import may_be_the_hits
 from prefixcache.servers.mlx_lm.tenant_cache import TenantPromptCache, TokenizedRequest
 from prefixcache.servers.mlx_lm.upstream import Batches, RequestTokens, request_of
 from prefixcache.upstream import in_temporal_order, row_count

@@ -23,9 +23,9 @@ from mlx_lm import utils
 
 from prefixcache.ranks import OtherWeights, Ranks, rank_identity
 from prefixcache.ranks.watch import Watch
+from prefixcache.servers.errors import RankFailed
 from prefixcache.servers.in_flight import Wait
 from prefixcache.servers.mlx_lm.answers import Answers
-from prefixcache.servers.mlx_lm.errors import RankFailed
 from prefixcache.servers.mlx_lm.prompt_cache import identity_of
 from prefixcache.servers.mlx_lm.provider import BatchLimits, Provider
 from prefixcache.servers.mlx_lm.turns import WAKE, Requests, Turns

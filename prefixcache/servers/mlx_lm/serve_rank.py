@@ -22,8 +22,8 @@ from prefixcache.ranks import Ranks
 from prefixcache.ranks.launcher import when_launcher_ends
 from prefixcache.ranks.watch import Watch
 from prefixcache.servers.ending import Ending
+from prefixcache.servers.errors import ServeError, ServeFailed
 from prefixcache.servers.mlx_lm.arguments import check_model
-from prefixcache.servers.mlx_lm.errors import ServeError, ServeFailed
 from prefixcache.servers.mlx_lm.generator import Generator
 from prefixcache.servers.mlx_lm.http_server import HttpServer
 from prefixcache.servers.mlx_lm.lifetime import POLL, died, end, is_ready, run, start_logging, tell

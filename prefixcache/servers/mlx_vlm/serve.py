@@ -17,9 +17,9 @@ from prefixcache.metrics.prometheus import CacheCollector, render
 from prefixcache.servers.buffer_pool import pool_kept
 from prefixcache.servers.causality import NotCausal, media_are_whole
 from prefixcache.servers.ending import Ending
+from prefixcache.servers.errors import ServeError, no_address
 from prefixcache.servers.media_inputs import placeholders_of
 from prefixcache.servers.mlx_lm.arguments import Flags, check_model
-from prefixcache.servers.mlx_lm.errors import ServeError, no_address
 from prefixcache.servers.mlx_vlm import upstream
 from prefixcache.servers.mlx_vlm.prompts import ModelPrompts
 from prefixcache.servers.salts import Salts

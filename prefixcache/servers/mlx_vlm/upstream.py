@@ -24,7 +24,7 @@ from starlette.routing import Route
 
 from prefixcache.cache import PrefixCache
 from prefixcache.metrics.prometheus import CONTENT_TYPE
-from prefixcache.servers.mlx_lm.errors import may_be_the_hits
+from prefixcache.servers.errors import may_be_the_hits
 from prefixcache.servers.mlx_vlm.prompts import ModelPrompts, ServedPrompt
 from prefixcache.servers.read_or_compute import quietly
 from prefixcache.servers.request_schema import RequestRefused

@@ -1,4 +1,4 @@
-"""What makes names in a folder durable, for whoever writes files that must outlast a crash."""
+"""`sync_folder` makes names durable; `ssd.writer` says in which order files, folders and rows are."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from mlx_lm.models.cache import CacheList, KVCache
 
 import prefixcache
 from prefixcache import CacheError, PrefixCache
-from prefixcache.layers.classes import find_class
+from prefixcache.layers.allowed_classes import find_class
 
 TOKENS = list(range(300))
 OF_MLX_LM = {
