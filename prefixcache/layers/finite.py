@@ -20,14 +20,10 @@ from prefixcache.layers.image_layout import Section, Tensors
 
 AT_ONCE = 1024  # tokens of a stream that a thread looks at
 
-# A float that isn't finite has all bits of its exponent set. So no finite one is as large as the least of these, taken as an
-# integer with a sign, or where it is negative, without: two maxima tell, and no array is made for it.
-_NOT_FINITE = {
-    "float16": (np.int16, 0x7C00, np.uint16, 0xFC00),
-    "bfloat16": (np.int16, 0x7F80, np.uint16, 0xFF80),
-    "float32": (np.int32, 0x7F800000, np.uint32, 0xFF800000),
-    "float64": (np.int64, 0x7FF0000000000000, np.uint64, 0xFFF0000000000000),
-}
+# The bits of a float's exponent, which are all set where it isn't finite. So no finite one is as large as these, taken as an
+# integer with a sign, or where it is negative, as these with the sign's bit, taken as one without: two maxima tell, and no
+# array is made for it.
+_EXPONENTS = {"float16": 0x7C00, "bfloat16": 0x7F80, "float32": 0x7F800000, "float64": 0x7FF0000000000000}
 
 _NAME_IN_MLX = {element.safetensors: name for name, element in ELEMENTS.items()}
 
@@ -56,10 +52,15 @@ def is_finite(values: Array, dtype: str) -> bool:
     """Tell whether no value is NaN or infinite. `values` are the bits of MLX's `dtype`; what is no float is finite."""
     if dtype == "complex64":
         return bool(np.isfinite(values).all())
-    if dtype not in _NOT_FINITE or not values.size:
+    if dtype not in _EXPONENTS or not values.size:
         return True
-    signed, least, unsigned, least_negative = _NOT_FINITE[dtype]
-    return bool(values.view(signed).max() < least and values.view(unsigned).max() < least_negative)
+    exponent, size = _EXPONENTS[dtype], values.itemsize
+    return bool(values.view(f"i{size}").max() < exponent and values.view(f"u{size}").max() < _negative(exponent, size))
+
+
+def _negative(exponent: int, size: int) -> int:
+    """Return the bits of an exponent with the sign's, in a float of `size` bytes."""
+    return exponent | 1 << (8 * size - 1)
 
 
 def first_not_finite(leaves: Sequence[Leaf], first: int, last: int) -> NotFinite | None:
@@ -112,7 +113,7 @@ def _rows_of(number: int, leaf: Leaf, first: int, last: int) -> Iterator[LeafRow
         for array in leaf.arrays.values():
             # Beside codes there are the first tokens' rows only.
             end = high if leaf.codes is None else min(high, array.shape[2])
-            if low < end and array.size and name_of(array.dtype) in _NOT_FINITE:
+            if low < end and array.size and name_of(array.dtype) in _EXPONENTS:
                 yield LeafRows(number, low, end, array, leaf.where(low, end))
         if leaf.codes is not None and low < high:
             scales = leaf.codes.scales.view(mx.bfloat16)  # that of a row which isn't finite isn't, either
@@ -123,15 +124,15 @@ def _all_finite_on_gpu(rows: Sequence[LeafRows]) -> bool:
     """Tell whether all rows are finite: the maxima of all streams are on their way before one is waited for."""
     maxima: dict[str, tuple[list[mx.array], list[mx.array]]] = {}
     for each in rows:
-        dtype = name_of(each.buffer.dtype)
-        bits, of_dtype = each.taken(), maxima.setdefault(dtype, ([], []))
-        for kind, of_kind in zip(_NOT_FINITE[dtype][::2], of_dtype, strict=True):
-            of_kind.append(mx.max(bits.view(getattr(mx, np.dtype(kind).name))))
+        array, bits = each.taken(), 8 * each.buffer.itemsize
+        signed, unsigned = maxima.setdefault(name_of(array.dtype), ([], []))
+        signed.append(mx.max(array.view(getattr(mx, f"int{bits}"))))
+        unsigned.append(mx.max(array.view(getattr(mx, f"uint{bits}"))))
     flags = []
     for dtype, (signed, unsigned) in maxima.items():
-        _, least, _, least_negative = _NOT_FINITE[dtype]
-        positive, negative = mx.max(mx.stack(signed)) >= least, mx.max(mx.stack(unsigned)) >= least_negative
-        flags.append(positive | negative)
+        exponent, size = _EXPONENTS[dtype], ELEMENTS[dtype].numpy.itemsize
+        positive = mx.max(mx.stack(signed)) >= exponent
+        flags.append(positive | (mx.max(mx.stack(unsigned)) >= _negative(exponent, size)))
     mx.eval(flags)
     return not any(flag.item() for flag in flags)
 
