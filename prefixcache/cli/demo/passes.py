@@ -195,7 +195,7 @@ def calibrate(job: DemoRun) -> None:
         making.make(Calibration(job.model, windows=8, tokens=256, draws=6), basis_dir(job), show)
 
 
-def run(model: Model, name: str) -> dict[str, Any]:
+def run_cached(model: Model, name: str) -> dict[str, Any]:
     """Run a pass through a cache: all turns but the last come from RAM, the last one from SSD.
 
     `spill="wait"`: a store may wait for the disk, so what a pass keeps does not depend on how fast the disk is.
@@ -242,7 +242,8 @@ def main() -> None:
     model = Model(DemoRun(**json.load(sys.stdin)))
     if CALIBRATED in model.job.passes:
         calibrate(model.job)
-    json.dump({name: run_cold(model) if name == "cold" else run(model, name) for name in model.job.passes}, results)
+    passes = {name: run_cold(model) if name == "cold" else run_cached(model, name) for name in model.job.passes}
+    json.dump(passes, results)
     results.close()
 
 
