@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from prefixcache.blocks.lookup import required_images
@@ -86,23 +86,22 @@ class Pins:
 
     def end(self, name: str) -> int:
         """End all pins of the prompt that `listed` gives this name, and return how many there were."""
-        with self._storage.lock:
-            return self._end([pinned for pinned in self._pins if pinned.name == name])
+        return self._end(lambda pinned: pinned.name == name)
 
     def end_beginning_with(self, prompt: Prompt) -> None:
         """End the pins of all prompts that begin with this one."""
         with self._storage.lock:
             roots = {namespace.row.root for namespace in prompt.namespaces()}
-            begun = (pinned for pinned in self._pins if pinned.token_bytes.startswith(prompt.token_bytes))
-            self._end([pinned for pinned in begun if pinned.root in roots])
+            self._end(lambda pinned: pinned.root in roots and pinned.token_bytes.startswith(prompt.token_bytes))
 
     def clear(self, roots: Collection[bytes] | None = None) -> None:
         """End all pins, or those in the namespaces with these root keys."""
-        with self._storage.lock:
-            self._end([pinned for pinned in self._pins if roots is None or pinned.root in roots])
+        self._end(lambda pinned: roots is None or pinned.root in roots)
 
-    def _end(self, ended: list[PinnedTokens]) -> int:
-        pins = [slots for pinned in ended for slots in self._pins.pop(pinned)]
-        for slots in pins:
-            self._storage.unpin(slots)
-        return len(pins)
+    def _end(self, is_meant: Callable[[PinnedTokens], bool]) -> int:
+        with self._storage.lock:
+            meant = [pinned for pinned in self._pins if is_meant(pinned)]
+            pins = [slots for pinned in meant for slots in self._pins.pop(pinned)]
+            for slots in pins:
+                self._storage.unpin(slots)
+            return len(pins)
