@@ -188,10 +188,8 @@ class Simulation:
             hot=cell.hot,
         )
         self.ssd: SimulatedSsd | None = None
-        tiers = last_tier(cell) + len(more)
-        self.storage = storage = Storage(
-            settings, settings.ram_bytes(0), tiers, partial(WriterTurn, run_writer=self.run_writer)
-        )
+        self.storage = storage = Storage(settings, settings.ram_bytes(0), last_tier(cell) + len(more))
+        storage.changed = WriterTurn(storage.lock, self.run_writer)
         if isinstance(codec, Calibrated) and reserve_basis(storage, codec.basis, 0) is None:
             codec = codec.otherwise
         plan = RememberedPlan(state.layout, codec)

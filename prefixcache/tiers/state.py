@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import threading
 from array import array
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from prefixcache import image_memory
 from prefixcache.blocks.budget import Budget
@@ -60,19 +59,10 @@ class StorageState:
     inside it and never around it. `changed` is notified when an image was deleted from RAM, became durable, or came back.
     """
 
-    def __init__(
-        self,
-        ram: int,
-        hot: int,
-        policy: str,
-        tiers: int,
-        condition: Callable[[Any], threading.Condition] = threading.Condition,
-    ):
-        """`hot`: bytes of the RAM that hot prompts may take. `tiers`: how many there are at most, RAM included. `condition`
-        makes `changed` of the lock.
-        """
+    def __init__(self, ram: int, hot: int, policy: str, tiers: int):
+        """`hot`: bytes of the RAM that hot prompts may take. `tiers`: how many there are at most, RAM included."""
         self.lock = threading.RLock()
-        self.changed = condition(self.lock)
+        self.changed = threading.Condition(self.lock)
         self.budget = Budget(ram)
         image_memory.keep_within(self.budget)
         self.hot = HotPrompts(self.budget, hot)

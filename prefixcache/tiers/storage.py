@@ -8,9 +8,7 @@ than `spill_wait`.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable
-from typing import Any
 
 from prefixcache.blocks.eviction import least_recent_leaf
 from prefixcache.blocks.node import RAM, SHARED, Node, Slot
@@ -29,15 +27,9 @@ from prefixcache.tiers.tier_in_graph import LowerTiers, TierInGraph, index_costs
 class Storage(StorageState):
     """The state, and the parts that work on it. What concerns several parts, such as the end of a write, is acted on here."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        ram: int,
-        tiers: int,
-        condition: Callable[[Any], threading.Condition] = threading.Condition,
-    ):
-        """`ram`: the budget. `tiers`: how many there may be, RAM included. `condition` makes `changed` of the lock."""
-        super().__init__(ram, settings.hot_bytes(ram), settings.policy, tiers, condition)
+    def __init__(self, settings: Settings, ram: int, tiers: int):
+        """`ram`: the budget's bytes. `tiers`: how many there are at most, RAM included."""
+        super().__init__(ram, settings.hot_bytes(ram), settings.policy, tiers)
         self.settings = settings
         self.lower = LowerTiers(self)
         self.ram = Ram(self, self.lower, settings.ssd_admission)
