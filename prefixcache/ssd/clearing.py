@@ -13,7 +13,7 @@ from typing import Any
 from prefixcache.ssd.directory import Directory, disk_at, disk_of, remove_empty_folders, scan
 from prefixcache.ssd.entries import Progress
 from prefixcache.ssd.files import remove_file
-from prefixcache.ssd.index import Index, suffixes
+from prefixcache.ssd.index import Index, IndexFiles
 from prefixcache.ssd.lock import Lock, refuse_newer
 from prefixcache.ssd.quarantine import quarantined
 from prefixcache.sync_folder import sync_folder
@@ -44,13 +44,13 @@ def clear(directory: str | os.PathLike[str], *, dry_run: bool = False, progress:
     there.require()
     refuse_newer(there)
     if dry_run:
-        return _clear_files(there, dry_run, sum(disk_at(path) for path in suffixes(there.index)), None)
+        return _clear_files(there, dry_run, sum(disk_at(path) for path in IndexFiles.of(there.index)), None)
     lock = Lock(there)
     try:
         lock.sign()
         there.furnish()
         before = there.size()
-        for path in suffixes(there.index):
+        for path in IndexFiles.of(there.index):
             remove_file(str(path))
         sync_folder(there.root)
         cleared = _clear_files(there, dry_run, 0, progress)

@@ -65,9 +65,16 @@ class Row(NamedTuple):
     disk: int
 
 
-def suffixes(path: Path) -> list[Path]:
-    """Return the index's files: the database, its log, its shared memory."""
-    return [path, *(path.with_name(path.name + end) for end in ("-wal", "-shm"))]
+class IndexFiles(NamedTuple):
+    """The files of an index, as SQLite names them: `shared` is the memory that its connections share."""
+
+    database: Path
+    log: Path
+    shared: Path
+
+    @classmethod
+    def of(cls, path: Path) -> IndexFiles:
+        return cls(path, path.with_name(f"{path.name}-wal"), path.with_name(f"{path.name}-shm"))
 
 
 def _size_at(path: Path) -> int:
@@ -91,14 +98,14 @@ class Index:
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
         self.doubtful = False  # set by who met what proves that it is damaged
         self.clean = False  # closed by the last who had it open
-        self.recovered = disk_at(suffixes(path)[1]) > 0
+        self.recovered = disk_at(IndexFiles.of(path).log) > 0
         self._identities: list[tuple[int, int] | None] = []  # of its files; none of a closed one
         self._sizes = [0, 0, 0]  # that its files had at least, when they were noted last
         identity = identity_at(path)
         self._connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=_PATIENCE)
         try:
             self._prepare()
-            self._identities = [identity, *map(identity_at, suffixes(path)[1:])]
+            self._identities = [identity, *map(identity_at, IndexFiles.of(path)[1:])]
         except BaseException as error:
             self._connection.close()
             if isinstance(error, sqlite3.Error) and proves_damage(error):
@@ -137,7 +144,7 @@ class Index:
         """Return the name of the first of its files that was deleted, replaced or cut by somebody else; "" when none was.
         What is written then is lost with this process, and a log that has no name is never cut.
         """
-        files = suffixes(self.path)
+        files = IndexFiles.of(self.path)
         for path, identity, size in zip(files, self._identities or [None] * len(files), self._sizes, strict=True):
             if identity is None or identity_at(path) != identity or _size_at(path) < size:
                 return path.name
@@ -145,7 +152,7 @@ class Index:
 
     def note_sizes(self) -> None:
         """Note the sizes that SQLite gave its files: what is shorter at the next look was cut by somebody else."""
-        self._sizes = list(map(_size_at, suffixes(self.path)))
+        self._sizes = list(map(_size_at, IndexFiles.of(self.path)))
 
     # What it says
 
@@ -326,13 +333,13 @@ def reading(path: Path, *, live: bool) -> Iterator[sqlite3.Connection]:
     `live`: somebody has the directory open, and SQLite shares his log. Else a log that a crash left is read in a copy,
     because reading it in place would make files.
     """
-    for part in (*suffixes(path), path.with_name(f"{path.name}-journal")):
+    for part in (*IndexFiles.of(path), path.with_name(f"{path.name}-journal")):
         require_plain(part)
     if not path.exists():
         raise IndexBroken("missing")
     with tempfile.TemporaryDirectory(prefix="prefixcache-") as scratch:
         options = "mode=ro"
-        log = suffixes(path)[1]
+        log = IndexFiles.of(path).log
         if not live:
             if disk_at(log):
                 for part in (path, log):

@@ -17,7 +17,7 @@ from prefixcache.image_format import FORMAT
 from prefixcache.ssd.directory import Directory, identity_of, lock_text, refusal, require_plain
 from prefixcache.ssd.errors import DirectoryHeld, IndexBroken, NewerFormat
 from prefixcache.ssd.files import DamagedFile, read_header
-from prefixcache.ssd.index import suffixes
+from prefixcache.ssd.index import IndexFiles
 from prefixcache.ssd.tables import check_format
 from prefixcache.sync_folder import sync_folder
 
@@ -124,7 +124,7 @@ def lock_format(directory: Directory) -> int:
 def refuse_newer(directory: Directory) -> None:
     """Raise NewerFormat when LOCK, the index or, where that is missing, an image is of a newer release. Leaves no trace."""
     path = directory.index
-    for part in (*suffixes(path), path.with_name(f"{path.name}-journal")):
+    for part in (*IndexFiles.of(path), path.with_name(f"{path.name}-journal")):
         require_plain(part)
     said = lock_format(directory)
     if said > FORMAT:

@@ -30,7 +30,7 @@ from prefixcache.ssd.directory import (
 from prefixcache.ssd.entries import FOLDERS, Address, Entry, batched
 from prefixcache.ssd.errors import LogHeld
 from prefixcache.ssd.files import remove_file
-from prefixcache.ssd.index import PAGE, suffixes
+from prefixcache.ssd.index import PAGE, IndexFiles
 from prefixcache.ssd.ledger import NOISE_BYTES, DiskRoom, Ledger, free_space
 from prefixcache.ssd.lock import Lock, refuse_newer
 from prefixcache.ssd.quarantine import Quarantine, quarantined
@@ -140,7 +140,7 @@ class OpenDirectory:
     def measure(self) -> None:
         """Tell the ledger the size of all that is neither an image nor in quarantine; the index's log with its allowance."""
         directory = self.directory
-        database, log_file, shared = (disk_at(path) for path in suffixes(directory.index))
+        database, log_file, shared = (disk_at(path) for path in IndexFiles.of(directory.index))
         overhead = directory.upper() + sum(self._folders.values()) + database + log_file + shared
         overhead += tree_size(directory.tmp) - disk_at(directory.tmp)
         overhead += sum(disk_at(path) for path in self._lingering)
@@ -223,23 +223,22 @@ class OpenDirectory:
         reads it, so that it can't be cut.
         """
         self._cut_log()
-        if disk_at(suffixes(self.directory.index)[1]) > self.ledger.begin_no_transaction_above:
+        if disk_at(IndexFiles.of(self.directory.index).log) > self.ledger.begin_no_transaction_above:
             raise LogHeld(
                 f"{str(self.directory.index)!r}: another program reads it in a transaction that does not end, so its log "
                 "can't be cut: end that program; fuser names it"
             )
 
     def _cut_log(self) -> None:
-        if disk_at(suffixes(self.directory.index)[1]) > self.ledger.checkpoint_above:
+        if disk_at(IndexFiles.of(self.directory.index).log) > self.ledger.checkpoint_above:
             self.index.checkpoint()
 
     def maintain(self, *, idle: bool = False) -> None:
         """Cut the index's log; retry what could not be deleted; keep quarantine small."""
         self._cut_log()
-        if idle and self._lingering:
-            for path in list(self._lingering):
-                remove_file(path)
-                self._lingering.discard(path)
+        for path in list(self._lingering) if idle else ():
+            remove_file(path)
+            self._lingering.discard(path)
         held = self.ledger.held()
         excess = held.quarantine - self.ledger.limit // QUARANTINE_SHARE
         if excess > 0:

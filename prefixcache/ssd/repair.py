@@ -25,7 +25,7 @@ from prefixcache.ssd.directory import Directory, disk_at, disk_of
 from prefixcache.ssd.entries import Address, Entry, NamespaceRow, Progress, batched
 from prefixcache.ssd.errors import IndexBroken, NewerFormat
 from prefixcache.ssd.files import Checker, DamagedFile, Described, from_header, read_header, read_image, remove_file
-from prefixcache.ssd.index import Index, suffixes
+from prefixcache.ssd.index import Index, IndexFiles
 from prefixcache.ssd.quarantine import Quarantine
 
 _READERS = 4
@@ -197,7 +197,7 @@ def mend(
 
 
 def _new_index(directory: Directory, quarantine: Quarantine, reason: str) -> Index:
-    for path in suffixes(directory.index):
+    for path in IndexFiles.of(directory.index):
         if path.exists():
             quarantine.take(str(path), f"the index is broken: {reason}")
     return Index(directory.index)
@@ -300,7 +300,7 @@ class Pass:
 
     def cut_log(self) -> None:
         """Cut the index's log where it has grown long."""
-        if self.index and disk_at(suffixes(self.directory.index)[1]) > _LOG:
+        if self.index and disk_at(IndexFiles.of(self.directory.index).log) > _LOG:
             self.index.checkpoint()
 
     def count(self, disk: int, images: int = 1) -> None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from prefixcache.image_format import KINDS, ROWS, SNAPSHOT, WINDOW
 from prefixcache.ssd.directory import Directory, disk_at
 from prefixcache.ssd.errors import IndexBroken
-from prefixcache.ssd.index import read_clean, reading, suffixes
+from prefixcache.ssd.index import IndexFiles, read_clean, reading
 from prefixcache.ssd.lock import holder
 from prefixcache.ssd.quarantine import Item, quarantined
 from prefixcache.ssd.tables import check_rows
@@ -118,7 +118,7 @@ def survey(directory: str | os.PathLike[str]) -> Survey:
         namespaces=namespaces,
         quarantine=tuple(quarantined(there)),
         debris=tuple(sorted(item.name for item in there.strays())),
-        index_bytes=sum(disk_at(path) for path in suffixes(there.index)),
+        index_bytes=sum(disk_at(path) for path in IndexFiles.of(there.index)),
         disk=there.size(),
     )
 

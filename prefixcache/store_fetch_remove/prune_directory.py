@@ -21,7 +21,7 @@ from prefixcache.image_format import SNAPSHOT
 from prefixcache.memory import collector_at_rest
 from prefixcache.ssd.directory import Directory, disk_at
 from prefixcache.ssd.entries import Entry, NamespaceRow, Progress
-from prefixcache.ssd.index import reading, suffixes
+from prefixcache.ssd.index import IndexFiles, reading
 from prefixcache.ssd.lock import holder, refuse_newer
 from prefixcache.ssd.open_directory import OpenDirectory
 from prefixcache.ssd.quarantine import Item, quarantined
@@ -255,4 +255,4 @@ def _delete(opened: OpenDirectory, selection: Selection, progress: Progress | No
 
 def _disk(directory: Directory) -> int:
     """Return the directory's real bytes without those that the index has while it is open only."""
-    return directory.size() - sum(disk_at(path) for path in suffixes(directory.index)[1:])
+    return directory.size() - sum(disk_at(path) for path in IndexFiles.of(directory.index)[1:])

@@ -9,7 +9,7 @@ from contextlib import suppress
 
 from prefixcache.ssd.directory import Directory
 from prefixcache.ssd.entries import Address
-from prefixcache.ssd.index import suffixes
+from prefixcache.ssd.index import IndexFiles
 
 Mark = Callable[[Address], None]  # called before an image is touched
 
@@ -74,7 +74,7 @@ def _swap(directory: Directory, there: dict[Address, str], one: Address, chance:
 
 
 def delete_index(directory: Directory, chance: random.Random) -> None:
-    files = suffixes(directory.index)
+    files = IndexFiles.of(directory.index)
     for path in files if chance.random() < 0.5 else files[:1]:
         path.unlink(missing_ok=True)
 
