@@ -62,6 +62,7 @@ def model_name(file: Path) -> str:
 
 
 def read_config(file: Path) -> Config:
+    """Return the fields of a config.json. ModelError for a file that is none."""
     try:
         config = json.loads(file.read_text("utf-8"), object_hook=_number)
     except OSError as error:
@@ -82,6 +83,7 @@ def _number(value: Config) -> Any:
 
 
 def model_type(config: Config) -> str:
+    """Return the model's family. ModelError where there is none, or the model is code of its own."""
     family = config.get("model_type")
     if not isinstance(family, str) or not family:
         raise ModelError(f"model_type={family!r}: not a family's name, so this is no model's config; {_GIVE}")

@@ -369,6 +369,7 @@ class Prompts:
         self._grown: dict[int, list[OwnedTokens]] = {}
 
     def token_bytes(self, request: Request) -> bytes:
+        """Return the tokens of the trace's next request (raw int64 bytes)."""
         if request.call != "request" or request.grown:
             self._settle(request)
         if self._grown.keys().isdisjoint(request.ids):

@@ -20,7 +20,13 @@ from prefixcache.keys import BLOCK, common_prefix
 LEAST = 16  # tokens that waiting must save
 LONGEST = 120.0  # seconds of a wait, at most: the other is computed all the while, unless it is stuck
 IN_VAIN = 10.0  # seconds for which nobody waits after a store found no room
-Space = tuple[str, bytes]  # model and salt: prompts of others never wait for each other
+
+
+class Space(NamedTuple):
+    """The prompts that may wait for each other: those of one model and salt."""
+
+    model: str
+    salt: bytes
 
 
 @dataclass(eq=False)

@@ -4,9 +4,9 @@ import numpy as np
 
 from prefixcache.keys import common_prefix
 from prefixcache.servers import in_flight
-from prefixcache.servers.in_flight import LEAST, PromptsUnderWay, PromptUnderWay
+from prefixcache.servers.in_flight import LEAST, PromptsUnderWay, PromptUnderWay, Space
 
-SPACE = ("model", b"")
+SPACE = Space("model", b"")
 SYSTEM = np.arange(3000)
 
 
@@ -50,10 +50,10 @@ def test_the_same_prompt_again_waits_for_its_end():
 def test_models_and_salts_do_not_wait_for_each_other():
     under_way = PromptsUnderWay()
     begin(under_way, prompt(1), (3000,))
-    for space in (("other", b""), ("model", b"tenant")):
+    for space in (Space("other", b""), Space("model", b"tenant")):
         assert under_way.wait_for(prompt(2), space, 0, sliceable=True) is None
     awaited = under_way.wait_for(prompt(2), SPACE, 0, sliceable=True)
-    under_way.stored(SYSTEM, ("model", b"tenant"), 3000)
+    under_way.stored(SYSTEM, Space("model", b"tenant"), 3000)
     assert not awaited.over()
 
 
@@ -109,7 +109,7 @@ def test_what_a_prompt_shares_with_others_under_way_is_known():
     under_way, ids = PromptsUnderWay(), prompt(1, 2)
     under_way.enter(PromptUnderWay(ids, SPACE, [len(ids)], lambda: True))
     assert under_way.shared(ids, SPACE) == 0  # with itself
-    assert under_way.shared(prompt(1, 2), ("other", b"")) == 0
+    assert under_way.shared(prompt(1, 2), Space("other", b"")) == 0
     for other in (prompt(9), prompt(1), prompt(1, 3), prompt(1, 2), prompt(1, 2, 3)):
         assert under_way.shared(other, SPACE) == min(common_prefix(other, ids), len(other) - 1)
 

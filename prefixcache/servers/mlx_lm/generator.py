@@ -27,7 +27,7 @@ from prefixcache.keys import as_tokens
 from prefixcache.open_cache import usable_memory
 from prefixcache.servers.canonical import EVERY_RULE, CanonicalText
 from prefixcache.servers.errors import RankFailed, may_be_the_hits
-from prefixcache.servers.in_flight import PromptsUnderWay, PromptUnderWay, Wait
+from prefixcache.servers.in_flight import PromptsUnderWay, PromptUnderWay, Space, Wait
 from prefixcache.servers.keeping import Keeping
 from prefixcache.servers.loaded_model import calibration_of, compile_kernels
 from prefixcache.servers.mlx_lm.answers import Answers, Ended
@@ -299,7 +299,7 @@ class Generator:
                 request_log.wait_for_ssd(promotions.asks_remote)
                 return self._wait_for_promotions(promotions)
         request_log.go_on(match.ram)
-        ids, space = prompt.given, (prompt.model, prompt.salt)
+        ids, space = prompt.given, Space(prompt.model, prompt.salt)
         sliceable = self.model_provider.sliceable
         boundaries = sorted({*tokenized.boundaries, *self.prompts.branch_points(tokenized, match.ram)})
         awaited = self.turns.awaited(lambda: self.under_way.wait_for(ids, space, match.ram, sliceable=sliceable))
@@ -313,7 +313,7 @@ class Generator:
         """
         if self.model_provider.sliceable or self.prompts.cache.ranks is not None:
             return 0
-        return self.under_way.shared(prompt.given, (prompt.model, prompt.salt))
+        return self.under_way.shared(prompt.given, Space(prompt.model, prompt.salt))
 
     def _wait_for_promotions(self, promotions: AwaitedPromotions) -> Wait:
         if not self.turns.is_first:
@@ -326,7 +326,7 @@ class Generator:
         recurrent layers that counts only if their `state` was kept, too.
         """
         if state or self.model_provider.sliceable:
-            self.under_way.stored(stored.given, (stored.model, stored.salt), kept)
+            self.under_way.stored(stored.given, Space(stored.model, stored.salt), kept)
 
     # -- requests' tokens --------------------------------------------------------------------------------------------
 
