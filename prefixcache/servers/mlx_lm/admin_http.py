@@ -10,21 +10,18 @@ import hmac
 import json
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler
 from itertools import chain
 from typing import Any
 
 from prefixcache.remote.url import is_loopback
 from prefixcache.servers.mlx_lm.admin import Admin
-from prefixcache.servers.mlx_lm.connections import SlowClient
 from prefixcache.servers.request_schema import RequestRefused
 
 log = logging.getLogger("prefixcache")
 
-PATH = "/prefixcache/"
-BODY_HEADERS = ("Content-Length", "Transfer-Encoding")  # of a request that has a body
-BODY_LIMIT = 1 << 26  # bytes of a request: prompts are in it
+ADMIN_PATH = "/prefixcache/"
 FOREIGN_HEADERS = {  # by who sends them: no program on this machine
     "proxy": re.compile("x-forwarded-.*|x-real-ip|forwarded|via|cf-connecting-ip|true-client-ip|x-client-ip"),
     "browser": re.compile("origin|referer|sec-fetch-.*"),
@@ -34,20 +31,18 @@ LOCAL_NAME = re.compile(r"(localhost|127\.[0-9.]+|\[::1\])(:[0-9]{1,5})?")
 
 
 class AdminPath:
-    """Answers the paths of a server that begin with `PATH`. `key`: b"" for none."""
+    """Answers the paths of a server that begin with `ADMIN_PATH`. `key`: b"" for none."""
 
     def __init__(self, admin: Admin, key: bytes):
         self._admin, self._key = admin, key
 
-    def answer(self, handler: BaseHTTPRequestHandler, read_body: Callable[[int], bytes]) -> None:
-        """Read the body of a request, and answer it; RequestRefused where it can't be answered."""
+    def answer(self, handler: BaseHTTPRequestHandler, content: bytes) -> None:
+        """Answer a request with this content; RequestRefused where it can't be answered."""
         try:
-            has_body = any(name in handler.headers for name in BODY_HEADERS)
-            content = read_body(BODY_LIMIT) if has_body else b""  # before a refusal, too: else that might not arrive
             self._check_sender(handler)
-            name = handler.path.partition("?")[0].removeprefix(PATH)
+            name = handler.path.partition("?")[0].removeprefix(ADMIN_PATH)
             result = self._admin.answer(handler.command, name, _body_of(handler, content))
-        except (RequestRefused, SlowClient, ConnectionError):
+        except RequestRefused:
             raise
         except Exception:
             log.exception("an admin request failed")

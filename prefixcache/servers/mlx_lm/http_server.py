@@ -29,7 +29,7 @@ from prefixcache.servers.errors import no_address
 from prefixcache.servers.keeping import Keeping
 from prefixcache.servers.mlx_lm import model_list
 from prefixcache.servers.mlx_lm.admin import Admin
-from prefixcache.servers.mlx_lm.admin_http import BODY_HEADERS, PATH, AdminPath
+from prefixcache.servers.mlx_lm.admin_http import ADMIN_PATH, AdminPath
 from prefixcache.servers.mlx_lm.answers import Ended, StepFailed
 from prefixcache.servers.mlx_lm.connections import (
     BODY_RATE,
@@ -62,6 +62,7 @@ OTHERS: tuple[Api, ...] = (Messages(), TokenCount(), Responses())
 APIS = {api.path: api for api in OTHERS}
 NO_PATH = f"no such path; there are GET /metrics, /health, {model_list.PATH}, and POST {', '.join([*KINDS, *APIS])}"
 BODY_LIMIT = 1 << 28  # bytes of a request; images are in it
+ADMIN_BODY_LIMIT = 1 << 26  # bytes of an admin request; prompts are in it
 
 
 class Site(NamedTuple):
@@ -138,8 +139,10 @@ class Handler(BaseHTTPRequestHandler):
 
     def _reads_body(self) -> bool:
         """Return whether this request has a body, with which only it has arrived."""
-        of_admin = self.path.startswith(PATH) and any(name in self.headers for name in BODY_HEADERS)
-        return self.command == "POST" or of_admin
+        return self.command == "POST" or (self.path.startswith(ADMIN_PATH) and self._has_body())
+
+    def _has_body(self) -> bool:
+        return any(name in self.headers for name in ("Content-Length", "Transfer-Encoding"))
 
     def _arrived(self) -> None:
         self._whole = True
@@ -168,9 +171,9 @@ class Handler(BaseHTTPRequestHandler):
     # -- paths --------------------------------------------------------------------------------------------------------
 
     def do_DELETE(self) -> None:
-        if self.path.startswith(PATH):
+        if self.path.startswith(ADMIN_PATH):
             return self._answer_admin()
-        self._refuse(404, f"nothing to delete there; what can be is below {PATH}")
+        self._refuse(404, f"nothing to delete there; what can be is below {ADMIN_PATH}")
 
     def do_OPTIONS(self) -> None:
         self._begin(204)
@@ -182,7 +185,7 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
 
     def do_GET(self) -> None:
-        if self.path.startswith(PATH):
+        if self.path.startswith(ADMIN_PATH):
             self._answer_admin()
         elif self._plain_path == "/metrics":
             self._answer(200, prometheus.render(*self.server.site.collectors), prometheus.CONTENT_TYPE)
@@ -196,7 +199,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def _answer_admin(self) -> None:
         try:
-            self.server.site.admin.answer(self, self.read_body)
+            # Read before a refusal, too: else that might not arrive.
+            content = self.read_body(ADMIN_BODY_LIMIT) if self._has_body() else b""
+            self.server.site.admin.answer(self, content)
         except RequestRefused as error:
             self._refuse(error.status, str(error))
 
@@ -208,7 +213,7 @@ class Handler(BaseHTTPRequestHandler):
         self._answer(200, json.dumps(models).encode())
 
     def do_POST(self) -> None:
-        if self.path.startswith(PATH):
+        if self.path.startswith(ADMIN_PATH):
             return self._answer_admin()
         try:
             connection, asked = self._read_request()
