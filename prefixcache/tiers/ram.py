@@ -62,17 +62,19 @@ class Ram:
 
     def reserve_hot(self, nbytes: int) -> Reservation | None:
         """Reserve room for a hot prompt, of less recently used ones if they take their share, else of what is free or taken
-        by the coldest images, as far as a tier below has them or is given them. None where that is not enough.
+        by the coldest images, as far as a tier below has them or is given them. None where that is not enough: one that is
+        larger than their share, or than what RAM has free without them, pushes none out.
         """
         state, hot = self._state, self._state.hot
-        while hot.nbytes + nbytes > hot.limit:
-            if not hot.evict():
-                return None
+        if nbytes > hot.limit:
+            return None
         if hot.take_room_of(state.budget) and self._lower.spill_tier is not None:
-            self._make_room(nbytes, False, None, for_hot=True)
-        while hot.budget.room < nbytes:
-            if not hot.evict():
-                return None
+            beyond = max(hot.nbytes + nbytes - hot.limit, 0)  # leaves for their share
+            self._make_room(nbytes - beyond, False, None, for_hot=True)
+        if hot.budget.room + hot.nbytes < nbytes:
+            return None
+        while hot.nbytes + nbytes > hot.limit or hot.budget.room < nbytes:
+            hot.evict()
         return hot.budget.reserve(nbytes)
 
     def trim(self, nbytes: int, wait: float) -> int:

@@ -287,6 +287,18 @@ def test_they_take_their_share_the_oldest_leaving(tmp_path):
         assert cache.stats().ram_hot == 0
 
 
+@pytest.mark.parametrize(("ram", "hot"), [("20MB", "40kB"), ("150kB", "140kB")])
+def test_one_without_room_pushes_no_other_out(ram, hot):
+    """It is larger than their share, or than what RAM has free beside images."""
+    with PrefixCache(ram=ram, hot=hot, codec="raw", memory_reserve=0) as cache:
+        cache.store(LONG, states.sliceable(LONG), model="m")
+        short = LONG[:100]
+        assert cache.keep_hot(short, states.sliceable(short), model="m")
+        assert cache.match(LONG, model="m").ram == len(LONG)
+        assert cache.keep_hot(LONG, states.sliceable(LONG), model="m") == 0
+        assert cache.stats().hot_prompts == 1
+
+
 def test_none_are_kept_with_hot_0():
     with PrefixCache(ram="20MB", hot=0, codec="raw", memory_reserve=0) as cache:
         cache.store(LONG, made := states.sliceable(LONG), model="m")
