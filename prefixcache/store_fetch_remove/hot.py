@@ -74,8 +74,8 @@ def add_hot(
         state = make()
         ids = np.frombuffer(prompt.token_bytes, "<i8")
         with storage.lock:
-            storage.hot.add(HotPrompt(namespace.row.root, ids, state), reservation)
-    return nbytes
+            is_kept = storage.hot.add(HotPrompt(namespace.row.root, ids, state), reservation)
+    return nbytes if is_kept else 0
 
 
 def hot_hit(storage: Storage, prompt: Prompt, leave: int) -> HotHit | None:

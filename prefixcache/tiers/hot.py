@@ -62,16 +62,21 @@ class HotPrompts:
     def roots(self) -> set[bytes]:
         return {hot.root for hot in self._prompts.values()}
 
-    def add(self, hot: HotPrompt, reservation: Reservation) -> None:
-        """Keep a prompt, whose bytes are reserved. One that it goes on from is not kept any longer, nor more than `MOST`."""
+    def add(self, hot: HotPrompt, reservation: Reservation) -> bool:
+        """Keep a prompt, whose bytes are reserved. One that it goes on from is not kept any longer, nor more than `MOST`, nor
+        what others that came meanwhile take beyond the limit. False where the limit has fallen below its bytes.
+        """
+        if hot.nbytes > self.limit:
+            return False
         for other in list(self.of(hot.root)):
             if len(other.ids) <= len(hot.ids) and np.array_equal(other.ids, hot.ids[: len(other.ids)]):
                 self.drop(other)
-        if len(self) >= MOST:
+        while len(self) >= MOST or self.nbytes + hot.nbytes > self.limit:
             self.evict()
         reservation.spend(hot=hot.nbytes)
         self.nbytes += hot.nbytes
         self._prompts[id(hot.state)] = hot
+        return True
 
     def touch(self, hot: HotPrompt) -> None:
         """Make a prompt the most recently used."""

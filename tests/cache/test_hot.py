@@ -14,6 +14,7 @@ from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache
 
 from prefixcache import PrefixCache
 from prefixcache.keys import BLOCK, common_prefix
+from prefixcache.layers.hot_state import HotState
 from prefixcache.layers.reading import live_arrays
 from prefixcache.tiers.hot import MOST
 from tests.inside import inside
@@ -297,6 +298,30 @@ def test_one_without_room_pushes_no_other_out(ram, hot):
         assert cache.match(LONG, model="m").ram == len(LONG)
         assert cache.keep_hot(LONG, states.sliceable(LONG), model="m") == 0
         assert cache.stats().hot_prompts == 1
+
+
+@pytest.mark.parametrize("lowered", [False, True])
+def test_those_that_become_hot_at_once_share_their_share(monkeypatch, lowered):
+    """Or when it is lowered meanwhile."""
+    with PrefixCache(ram="20MB", hot="120kB", codec="raw", memory_reserve=0) as cache:
+        tokens = [prompt(seed) for seed in range(2)]
+        for each in tokens:
+            cache.store(each, states.sliceable(each), model="m")
+
+        def meanwhile(*args: Any) -> HotState:
+            monkeypatch.undo()
+            if lowered:
+                inside(cache).storage.hot.resize(60_000)
+            else:
+                assert cache.keep_hot(tokens[1], states.sliceable(tokens[1]), model="m") > 60_000
+            return HotState.of(*args)
+
+        monkeypatch.setattr(HotState, "of", meanwhile)
+        kept = cache.keep_hot(tokens[0], states.sliceable(tokens[0]), model="m")
+        assert (kept > 60_000) is not lowered
+        cache.check_integrity()
+        assert cache.stats().hot_prompts == (not lowered)
+        assert cache.stats().ram_hot == kept
 
 
 def test_none_are_kept_with_hot_0():
