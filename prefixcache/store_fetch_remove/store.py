@@ -456,7 +456,7 @@ class StoreCall:
         the prompt parts from others.
         """
         for end, what in self.prompt.kept_ends.items() if self._namespace.tree.keeps_tails else ():
-            if (tail := self._tail_at(end)) is not None:
+            if (tail := self._tail_at(end)) is not None and tail.ends != SHARED:
                 tail.ends = what
         tail = self._tail_at(self._limit) if self.prompt.terms.whole_blocks else None
         if tail is not None and not tail.ends and is_beside_whole(tail):

@@ -183,9 +183,9 @@ class Prompt:
     @property
     def kept_ends(self) -> dict[int, str]:
         """Return the places where a tail stays when its block becomes whole, and what ends there: SHARED, also with a medium,
-        which others ask about, too, or a TURN.
+        which others ask about, too, or a TURN. What is shared stays where a turn ends, too.
         """
-        named = {self.terms.ends.shared: SHARED, self.terms.ends.turn: TURN}
+        named = {self.terms.ends.turn: TURN, self.terms.ends.shared: SHARED}
         return {end: what for end, what in named.items() if end} | {medium.end: SHARED for medium in self.media}
 
     def rope_delta(self, depth: int) -> int:

@@ -157,6 +157,17 @@ def test_the_end_of_what_is_shared_stays(layers):
             cache.check_integrity()
 
 
+@pytest.mark.parametrize("ends", [[(600, 600)], [(600, 0), (0, 600)]])
+def test_what_is_shared_stays_where_a_turn_ends_with_it(ends):
+    """Be it the same prompt's turn, or another chat's."""
+    with PrefixCache(ram="20MB", codec=CODEC) as cache:
+        for end, (shared, turn) in [*((600, pair) for pair in ends), (900, (0, 900))]:
+            asked = cache.prompt([*PROMPT, *[6] * (end - 600)], model="m", whole_blocks=True)
+            asked = asked.with_ends(shared=shared, turn=turn)
+            states.stored_in_steps(cache, asked, states.LAYERS["every token"](), 0, 256)
+        assert hit(cache, [*PROMPT, 9, 9]) == 600
+
+
 @pytest.mark.parametrize("layers", sorted(states.LAYERS))
 @pytest.mark.parametrize("shared", [40, 600, 1000])
 def test_where_the_second_prompt_parts_the_third_goes_on(layers, shared, tmp_path):
