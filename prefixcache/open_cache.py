@@ -76,11 +76,11 @@ class OpenCache:
     def __init__(self, settings: Settings, codec: Codec, sharing: int = 1):
         """Open it. `sharing`: the processes of one model on this machine; what "auto" gives is divided by it."""
         self.settings, self.sharing = settings, sharing
-        self.ram = settings.ram_bytes(usable_memory() // sharing)
+        ram = settings.ram_bytes(usable_memory() // sharing)
         self.has_ssd = settings.ssd_dir is not None and settings.ssd != 0
-        self.storage = Storage(settings, self.ram, tiers=1 + self.has_ssd)
+        self.storage = Storage(settings, ram, tiers=1 + self.has_ssd)
         if (memory := device_memory()) is not None:
-            limit = settings.hot_bytes(self.ram, memory)
+            limit = settings.hot_bytes(ram, memory)
             self.storage.hot = HotPrompts(Budget(limit), limit)
         self.namespaces = Namespaces(self.storage, codec, Bases(settings.basis_dir))
         self.pins = Pins(self.storage)
@@ -163,7 +163,7 @@ class OpenCache:
             directory,
             limit=limit // self.sharing if settings.ssd == "auto" else limit,
             reserve=settings.ssd_reserve_bytes(directory),
-            queue_bytes=settings.queue_bytes(self.ram),
+            queue_bytes=settings.queue_bytes(storage.ram.configured),  # a disk that was awaited may find another
             readers=settings.readers,
             events=WriterEvents(partial(storage.written, tier), partial(storage.recreated, tier), tier.shrunk),
         )

@@ -15,6 +15,7 @@ from prefixcache.ssd.directory import Directory
 from prefixcache.ssd.lock import Lock
 from prefixcache.tiers import idle
 from prefixcache.tiers.storage import Storage
+from tests.inside import inside, queue_of
 from tests.models import states
 from tests.models.states import fetched, prompt, put_prompts
 from tests.waiting import until
@@ -84,6 +85,14 @@ def test_what_ram_got_meanwhile_is_written_while_nobody_asks(opened, disk, monke
     put_prompts(cache, 10)
     plug_in(disk)
     until(lambda: cache.stats().counters.idle_bytes)
+
+
+def test_a_quarter_of_the_ram_that_there_is_by_then_may_wait_for_it(opened, disk):
+    cache = opened(ssd_dir=disk / "ssd", ssd_missing="wait", ram="20MB")
+    cache.resize(ram="8MB")
+    plug_in(disk)
+    until(lambda: cache.stats().ssd)
+    assert queue_of(inside(cache).ssd)._limit == 2 * 10**6
 
 
 def test_an_index_that_cant_be_read_in_leaves_no_tier_behind(opened, disk, monkeypatch, caplog):
