@@ -29,7 +29,7 @@ from prefixcache.remote.tier import RemoteTier
 from prefixcache.settings import Settings
 from prefixcache.ssd import Ssd, WriterEvents
 from prefixcache.ssd.awaited import AwaitedDisk, why_absent
-from prefixcache.ssd.directory import rank_folder, refusal
+from prefixcache.ssd.directory import rank_folder, rank_folders, refusal
 from prefixcache.store_fetch_remove.collect_stats import collect_stats
 from prefixcache.store_fetch_remove.leases import Leases
 from prefixcache.store_fetch_remove.live_stores import StoresBehind
@@ -157,7 +157,8 @@ class OpenCache:
     def _open_ssd(self) -> None:
         settings, storage, directory = self.settings, self.storage, self.settings.ssd_dir
         assert directory is not None
-        limit = settings.ssd_bytes(directory)
+        ranks = rank_folders(directory.parent) if self.sharing > 1 else {}
+        limit = settings.ssd_bytes(directory, [folder for folder in ranks.values() if folder != directory])
         tier = storage.add_tier()
         ssd = Ssd(
             directory,

@@ -294,12 +294,14 @@ class Settings(BaseSettings):
             return max(limit // IDLE_SHARE, IDLE_LEAST) if self.spill_on_close else 0
         return self.spill_idle
 
-    def ssd_bytes(self, directory: Path) -> int:
-        """Return the SSD limit. "auto" is half of what is free, with what the directory holds already counted as free."""
+    def ssd_bytes(self, directory: Path, beside: Iterable[Path] = ()) -> int:
+        """Return the SSD limit. "auto" is half of what is free, with what the directory holds already, and those `beside` it
+        that share the limit, counted as free.
+        """
         if self.ssd != "auto":
             return self.ssd
         where = _existing(directory)
-        held = sum(map(_disk, directory.rglob("*"))) if where == directory else 0
+        held = sum(map(_held, (directory, *beside)))
         limit = (shutil.disk_usage(where).free + held) // 2
         if not limit:
             raise ValueError(
@@ -324,9 +326,15 @@ def _existing(path: Path) -> Path:
     return path
 
 
-def _disk(file: Path) -> int:
+def _held(folder: Path) -> int:
+    """Return what all that is in a folder takes on disk, 0 where there is none. Others may delete some of it meanwhile."""
+    files = (os.path.join(above, name) for above, below, names in os.walk(folder) for name in (*below, *names))
+    return sum(map(_disk, files))
+
+
+def _disk(file: str) -> int:
     try:
-        return file.lstat().st_blocks * 512
+        return os.lstat(file).st_blocks * 512
     except FileNotFoundError:  # deleted meanwhile
         return 0
 

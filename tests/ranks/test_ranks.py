@@ -12,6 +12,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from prefixcache import Raw
+from prefixcache.open_cache import OpenCache
+from prefixcache.settings import Settings
 from tests.servers.forked import ROOT, preloaded
 from tools.ranks.__main__ import one
 from tools.ranks.launch import ring
@@ -91,6 +94,18 @@ def test_names_directories_and_shares_of_ranks(tmp_path: Path):
     assert all(["look different prompts up" in error for error in one["wrong"]] == [True, True] for one in told)
     assert all(one["missed"] for one in told)
     assert [one["counted"] for one in told] == [[1, 0], [1, 0]]  # on rank 0 it was there
+
+
+def test_what_all_ranks_hold_counts_as_free_so_that_a_restart_leaves_each_its_share(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=100 << 20, total=1 << 30))
+    (tmp_path / "rank-1").mkdir()
+    (tmp_path / "rank-1" / "image").write_bytes(b"x" * (20 << 20))
+    held = (tmp_path / "rank-1" / "image").stat().st_blocks * 512
+    cache = OpenCache(Settings(ram="10MB", ssd_dir=tmp_path / "rank-0"), Raw(), sharing=2)
+    try:
+        assert cache.stats().ssd.limit == ((100 << 20) + held) // 2 // 2
+    finally:
+        cache.close()
 
 
 DIED = """
