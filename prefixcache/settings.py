@@ -154,10 +154,13 @@ class Settings(BaseSettings):
     @classmethod
     def _no_other_variables(cls) -> None:
         """Raise ValueError for a variable that is misspelt: it would be a setting that silently does nothing."""
-        known = {f"PREFIXCACHE_{name.upper()}" for name in (*cls.model_fields, "config", "admin_key")}
+        settings = {f"PREFIXCACHE_{name.upper()}" for name in cls.model_fields}
+        others = {"PREFIXCACHE_CONFIG", "PREFIXCACHE_ADMIN_KEY"}  # in capitals only
         for name in os.environ:
-            if name.upper().startswith("PREFIXCACHE_") and name.upper() not in known:
-                raise ValueError(f"{name}: no such setting; write {_meant(name.upper(), known)}, or unset it")
+            if name.upper().startswith("PREFIXCACHE_") and name.upper() not in settings and name not in others:
+                raise ValueError(
+                    f"{name}: no such setting; write {_meant(name.upper(), settings | others)}, or unset it"
+                )
 
     @classmethod
     def settings_customise_sources(

@@ -389,3 +389,9 @@ def test_a_misspelt_variable_is_an_error_that_knows_better(monkeypatch):
     monkeypatch.setenv("PREFIXCACHE_SOMETHING_ELSE_ENTIRELY", "1")
     with pytest.raises(ValueError, match="PREFIXCACHE_SSD_DIR"):
         Settings()
+
+
+@pytest.mark.parametrize("variable", ["PREFIXCACHE_CONFIG", "PREFIXCACHE_ADMIN_KEY"])
+def test_a_variable_that_is_read_in_capitals_only_is_an_error_in_other_letters(monkeypatch, variable):
+    monkeypatch.setenv(variable.lower(), "value")
+    assert f"{variable.lower()}: no such setting; write {variable}, or unset it" in refusal()
