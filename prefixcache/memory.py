@@ -11,21 +11,50 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
 from prefixcache import image_memory
 
-_GROUP = Path("/sys/fs/cgroup")
+_GROUPS, _OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+
+
+class _Files(NamedTuple):
+    """The files of a control group: its limit, what it uses, and a table with a line for its file cache."""
+
+    limit: str
+    usage: str
+    table: str
+    cached: str
+
+
+_VERSIONS = {  # by controller, which version 2 doesn't name
+    "": _Files("memory.max", "memory.current", "memory.stat", "inactive_file"),
+    "memory": _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat", "total_inactive_file"),
+}
+
+
+def _groups() -> Iterator[tuple[Path, _Files]]:
+    """Yield the folders of this process's control group and of those that it is in, as far as they can be seen here."""
+    try:
+        lines = [line.split(":", 2) for line in _OWN.read_text().splitlines()]
+    except OSError:
+        lines = []
+    own = {name: line[2] for line in lines if len(line) == 3 for name in line[1].split(",")}
+    for controller, files in _VERSIONS.items():
+        root = _GROUPS / controller
+        group = root / own.get(controller, "").lstrip("/")
+        yield from ((folder, files) for folder in (group, *group.parents) if folder.is_relative_to(root))
 
 
 def machine_memory() -> int:
     """Return the bytes of memory that this process may use: the machine's, or its control group's where that is less."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    for limit in (_GROUP / "memory.max", _GROUP / "memory" / "memory.limit_in_bytes"):
+    for folder, files in _groups():
         try:
-            memory = min(memory, int(limit.read_text()))
-        except (OSError, ValueError):
+            memory = min(memory, int((folder / files.limit).read_text()))
+        except (OSError, ValueError):  # no such group, or one without a limit
             continue
     return memory
 
@@ -35,15 +64,12 @@ def available_memory() -> int:
     process's control group (its file cache counted as free) when that is less.
     """
     available = int(psutil.virtual_memory().available)
-    for limit, current, stat, cached in (
-        ("memory.max", "memory.current", "memory.stat", "inactive_file"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
-    ):
+    for folder, files in _groups():
         try:
-            left = int((_GROUP / limit).read_text()) - int((_GROUP / current).read_text())
-            counts = dict(line.split() for line in (_GROUP / stat).read_text().splitlines())
-            available = min(available, left + int(counts.get(cached, 0)))
-        except (OSError, ValueError):  # no such group, or one without a limit
+            left = int((folder / files.limit).read_text()) - int((folder / files.usage).read_text())
+            counts = dict(line.split() for line in (folder / files.table).read_text().splitlines())
+            available = min(available, left + int(counts.get(files.cached, 0)))
+        except (OSError, ValueError):
             continue
     return max(available, 0)
 

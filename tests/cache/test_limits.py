@@ -358,7 +358,7 @@ def test_it_never_raises_the_budget_while_memory_is_short(opened):
 
 
 def test_what_is_free_heeds_the_control_group(tmp_path, monkeypatch):
-    monkeypatch.setattr(memory, "_GROUP", tmp_path)
+    monkeypatch.setattr(memory, "_GROUPS", tmp_path)
     machine = memory.available_memory()
     assert machine > 0
     (tmp_path / "memory.max").write_text("5000000\n")
@@ -368,6 +368,33 @@ def test_what_is_free_heeds_the_control_group(tmp_path, monkeypatch):
     assert memory.machine_memory() == 5_000_000
     (tmp_path / "memory.max").write_text("max\n")
     assert memory.available_memory() > 1_300_000
+
+
+@pytest.mark.parametrize("limited", ["system.slice/serve.service", "system.slice"])
+@pytest.mark.parametrize(
+    ("version", "own", "files"),
+    [
+        ("", "0::/system.slice/serve.service", ("memory.max", "memory.current", "inactive_file")),
+        (
+            "memory",
+            "5:cpuset:/\n4:cpu,memory:/system.slice/serve.service\n0::/",
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ),
+    ],
+    ids=["version 2", "version 1"],
+)
+def test_the_limit_of_a_service_and_of_its_slice_is_heeded(tmp_path, monkeypatch, limited, version, own, files):
+    (tmp_path / "own").write_text(own + "\n")
+    monkeypatch.setattr(memory, "_OWN", tmp_path / "own")
+    monkeypatch.setattr(memory, "_GROUPS", tmp_path)
+    group = tmp_path / version / limited
+    group.mkdir(parents=True)
+    limit, usage, cached = files
+    (group / limit).write_text("5000000\n")
+    (group / usage).write_text("4000000\n")
+    (group / "memory.stat").write_text(f"anon 1\n{cached} 300000\n")
+    assert memory.machine_memory() == 5_000_000
+    assert memory.available_memory() == 1_300_000
 
 
 # -- odd tokens and clocks --------------------------------------------------------------------------------------------
