@@ -382,9 +382,10 @@ def _parsed(package: Path, path: Path) -> _ParsedModule:
             module = (*base, *(node.module.split(".") if node.module else ()))
             names = [module, *((*module, alias.name) for alias in node.names)]
         for first, *rest in filter(None, names):
-            file = package.joinpath(*rest).with_suffix(".py")
-            if first == _LIBRARY and rest and file.is_file():
-                imported.add(file)
+            named = package.joinpath(*rest)
+            files = (named / "__init__.py", named.with_suffix(".py"))
+            if first == _LIBRARY and rest not in ([], ["models"]):  # these two are of all models
+                imported.update(file for file in files if file.is_file())
     return _ParsedModule(_hash("source", data), tuple(imported))
 
 

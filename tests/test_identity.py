@@ -505,6 +505,18 @@ def test_what_a_models_own_code_imports_of_mlx_lm_counts(model, library):
     assert code_of(model) == before != changed
 
 
+def test_what_a_model_imports_from_a_package_counts_wherever_it_is_there(library):
+    seen = set()
+    for where, text in (("sums", "FAST = 1"), ("sums", "FAST = 2"), ("products", "FAST = 2")):
+        kernels = library(models__llama="\nfrom ..fused import fast\n") / "fused"
+        kernels.mkdir()
+        (kernels / "__init__.py").write_text(f"from .{where} import fast\n")
+        for name in ("sums", "products"):
+            (kernels / f"{name}.py").write_text(text)
+        seen.add(code_of(TINY))
+    assert len(seen) == 3
+
+
 # -- the Hugging Face cache ---------------------------------------------------------------------------------------------
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
