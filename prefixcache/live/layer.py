@@ -16,6 +16,7 @@ import mlx.core as mx
 from prefixcache.codecs.interchange import name_of
 from prefixcache.codecs.turboquant.coding import PLAIN, Choice, LayerLevels, LayerRows, Run
 from prefixcache.codecs.turboquant.live import Encoder, encode, encoder
+from prefixcache.codecs.turboquant.measure_levels import LEAST_ROWS
 from prefixcache.live.buffers import Alignment, CodeBuffer, FirstRows, RecentRows, RowNumbers
 from prefixcache.live.layer_state import NO_ROWS, LayerState
 from prefixcache.live.levels import LEAST_MEASURED, SharedLevels, measured_from
@@ -154,11 +155,12 @@ class CodedLayer(LayerState):
         levels = self._shared_levels()
         if levels is None:
             ends, most = self.alignment.all_ends(), self.choice.sink_tokens
-            if sum(max(end - pad, 0) for end, pad in zip(ends, self.pads, strict=True)) < LEAST_MEASURED:
+            ranges = [(min(pad + most, end), end) for pad, end in zip(self.pads, ends, strict=True)]
+            rows = sum(max(end - pad, 0) for end, pad in zip(ends, self.pads, strict=True))
+            if rows < LEAST_MEASURED or sum(last - first for first, last in ranges) < LEAST_ROWS:
                 return
             assert self.waiting is not None
             assert self.waiting.arrays is not None
-            ranges = [(min(pad + most, end), end) for pad, end in zip(self.pads, ends, strict=True)]
             levels = measured_from(self.waiting.arrays, ranges)
             if self.shared is not None:
                 levels = self.shared.keep_first(self.number, levels)

@@ -511,6 +511,21 @@ def test_a_batch_that_begins_empty_measures_its_levels_together():
     assert batch.left_padding.tolist() == [0, 50, 110]
 
 
+def test_rows_wait_until_enough_are_behind_the_sinks_to_measure_levels():
+    batch = TurboQuantKVCache.merge([TurboQuantKVCache() for _ in range(64)])
+    batch.update_and_fetch(rows(4, 64), rows(4, 64))  # 256 rows, all of them sinks
+    assert layer_of(batch).waiting is not None
+    added(batch, 1, 64)
+    assert layer_of(batch).waiting is None
+    alone = cache_of(sink_tokens=256)
+    for count, waits in ((256, True), (40, True), (40, False)):
+        queries, keys, values = added(alone, count)
+        assert (layer_of(alone).waiting is not None) == waits
+        out = alone.attend_to_codes(queries, keys, values, scale=0.125, mask="causal")
+        assert error(out, plain_attention(queries, *meant(alone), "causal")) < 1e-2
+    assert not np.all(layer_of(alone).runs[0][0].levels.keys.divisor == 1)  # measured
+
+
 def test_a_batchs_state_is_the_whole_batch():
     batch = TurboQuantKVCache.merge(singles((5, 200, 0), sink_tokens=2))
     back = BatchTurboQuantKVCache.from_state(batch.state, batch.meta_state)
