@@ -81,7 +81,6 @@ class Recorder:
         self._fd = -1
         try:
             self._fd = _opened(self.path)
-            _require_recording(self.path, self._fd)
             self._secret = _secret(self.path.with_name(self.path.name + ".secret"))
             _end_line(self._fd)
         except OSError as error:
@@ -181,12 +180,13 @@ class Recorder:
 
 
 def _opened(path: Path) -> int:
-    """Return the file's descriptor, locked; made when it is missing."""
+    """Return the file's descriptor, locked; made when it is missing. What isn't a recording stays as it is."""
     fd = os.open(path, _FLAGS | os.O_APPEND, 0o600)
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise _refused(path, "no regular file")
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _require_recording(path, fd)
         os.fchmod(fd, 0o600)
     except BlockingIOError:
         os.close(fd)

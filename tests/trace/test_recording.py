@@ -268,11 +268,12 @@ def test_a_file_that_is_no_recording_is_left_as_it_is(path):
         *others,
     ):
         path.write_bytes(text)
+        path.chmod(0o644)
         with pytest.raises(
             ValueError, match=r"trace='.*trace.jsonl': .*holds something else than a recording.*PREFIXCACHE_TRACE"
         ):
             Recorder(path)
-        assert path.read_bytes() == text
+        assert (path.read_bytes(), stat.S_IMODE(path.stat().st_mode)) == (text, 0o644)
 
 
 def test_an_unusable_path_is_an_error_that_names_the_setting(tmp_path, path):
