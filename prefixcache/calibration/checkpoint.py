@@ -38,7 +38,7 @@ class Checkpoint:
             with np.load(self._path, allow_pickle=False) as file:
                 arrays = {name: file[name] for name in file.files}
             request = str(arrays.pop(REQUEST))
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        except (OSError, ValueError, KeyError, EOFError, RuntimeError, zipfile.BadZipFile) as error:
             log.warning("%s: a damaged checkpoint (%s); calibration starts anew", self._path, error)
             return None
         if request != self._request:

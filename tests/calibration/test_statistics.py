@@ -357,13 +357,15 @@ def test_a_checkpoint_of_something_else_is_ignored(tmp_path, caplog, change):
     assert "of another model, text or grouping" in caplog.text
 
 
-@pytest.mark.parametrize("damage", ["cut", "flipped", "text", "empty"])
+@pytest.mark.parametrize("damage", ["cut", "flipped", "method", "flags", "text", "empty"])
 def test_a_damaged_checkpoint_is_ignored(tmp_path, caplog, damage):
     path = tmp_path / "calibration.npz"
     expected = asked(path)
     data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes({"cut": data[: len(data) // 2], "flipped": data, "text": b"a text", "empty": b""}[damage])
+    half, member = len(data) // 2, data.index(b"PK\x01\x02")  # of the zip's directory
+    at, bit = {"method": (member + 10, 4), "flags": (member + 8, 1)}.get(damage, (half, 1))
+    data[at] ^= bit
+    path.write_bytes({"cut": data[:half], "text": b"a text", "empty": b""}.get(damage, data))
     assert same(asked(path), expected)
     assert "damaged checkpoint" in caplog.text
 
