@@ -211,8 +211,14 @@ def _run_cell(workload: Workload, cell: Any, progress: CellProgress, run: Run) -
     except ValueError:
         raise
     except Exception as error:
-        name = f"ram={cell.ram}, ssd={cell.ssd}, policy={cell.policy}, ssd_admission={cell.admission}, hot={cell.hot}"
-        raise CellFailed(f"{name}: {type(error).__name__}: {error}") from error
+        raise CellFailed(f"{_name(cell)}: {type(error).__name__}: {error}") from error
+
+
+def _name(run: Cell | Fleet) -> str:
+    if isinstance(run, Fleet):
+        tier = f"routing={run.routing}, remote_admission={run.remote_admission}"
+        return f"{run.machines} machines of {_name(run.cell)}, {tier}"
+    return f"ram={run.ram}, ssd={run.ssd}, policy={run.policy}, ssd_admission={run.admission}, hot={run.hot}"
 
 
 # -- processes --------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import pytest
 from prefixcache.codecs.choice import as_codec
 from prefixcache.planning import sweep as module
 from prefixcache.planning.model import ModelState
-from prefixcache.planning.outcome import Cell, CellOutcome
+from prefixcache.planning.outcome import Cell, CellOutcome, Fleet
 from prefixcache.planning.sweep import (
     ENDLESS,
     CellFailed,
@@ -26,6 +26,7 @@ from prefixcache.planning.sweep import (
     run_all,
     sufficient_ram,
     sweep,
+    sweep_fleets,
 )
 from prefixcache.trace.reading import Trace, TraceError
 from tests.planning.stand_ins import WORKLOAD, at_once, killed, outcome, refusing, wrong
@@ -161,6 +162,14 @@ def test_a_cell_that_fails_is_named():
     named = r"ram=2, ssd=5, policy=lru, ssd_admission=always, hot=0: KeyError: 'lost'"
     with pytest.raises(CellFailed, match=named):
         run_all(WORKLOAD, [Cell(1), Cell(2, 5)], 2, None, wrong)
+
+
+def test_a_fleet_that_fails_is_named(monkeypatch):
+    monkeypatch.setattr(module, "simulate_fleet", lambda *of, **others: {}["lost"])
+    monkeypatch.setattr(module, "_requests", lambda workload: (256, ()))
+    named = r"3 machines of ram=2, .*, hot=0, routing=sticky, remote_admission=second: KeyError: 'lost'"
+    with pytest.raises(CellFailed, match=named):
+        sweep_fleets(WORKLOAD, [Fleet(Cell(2), 3, remote_admission="second")], processes=1)
 
 
 def test_what_is_wrong_with_the_trace_is_told_as_it_is():
