@@ -117,7 +117,7 @@ class SimulatedRemote:
 
 
 class Machine(Simulation):
-    """One of a fleet. `trips` are the round trips that its lookups waited for, `remote_tokens` the hits that they brought."""
+    """One of a fleet. `trips` are the round trips that its lookups waited for."""
 
     def __init__(self, state: ModelState, codec: Codec, fleet: Fleet, remote: SimulatedRemote):
         super().__init__(state, codec, fleet.cell, [remote])
@@ -125,7 +125,7 @@ class Machine(Simulation):
         # Images that the remote has, as far as this machine knows, by the key of their node: a block that is found missing
         # takes what depends on it along.
         self._there: defaultdict[bytes, set[Name]] = defaultdict(set)
-        self.trips = self.remote_tokens = 0
+        self.trips = 0
 
     def promote(self, prompt: Prompt) -> None:
         """Promote from the SSD; then the remote is asked for what comes after."""
@@ -134,7 +134,6 @@ class Machine(Simulation):
         local = prompt.deepest(graph.last)
         assert local is not None
         end = len(prompt) if local.walk.tree.snapshots else len(prompt) // BLOCK * BLOCK
-        self._local = image_depth(local.walk, RAM, len(prompt))
         if local.depth < end:
             self.trips += 1
             self._bring(prompt, local)
@@ -143,7 +142,6 @@ class Machine(Simulation):
         return super().given_so_far()._replace(remote_read=self._remote.read_bytes, trips=self.trips)
 
     def on_hit(self, hit: Hit) -> None:
-        self.remote_tokens += max(hit.depth - self._local, 0)
         if self._fleet.remote_admission == "second":
             self._send(required_images(hit.walk, hit.depth, RAM))
 
@@ -172,7 +170,7 @@ class Machine(Simulation):
     def _bring(self, prompt: Prompt, local: Deepest) -> None:
         """Read what the remote has beyond the `local` depth, where that takes less time than to compute it."""
         storage, graph, fleet = self.storage, self.storage.graph, self._fleet
-        offered = self._beyond(prompt, local)
+        offered, before = self._beyond(prompt, local), image_depth(local.walk, RAM, len(prompt))
         slots: list[Slot] = []
         path = [node.rows for node in _whole(local) if node.rows is not None]
         pinned = graph.pin([*required_images(local.walk, local.depth, graph.last), *path])
@@ -191,6 +189,8 @@ class Machine(Simulation):
                 graph.drop(slot, graph.last)
         landed = [slot for slot in slots if slot.image is not None]
         for slot in landed:
+            storage.counters.arrivals.left(slot)  # which a promotion counts as the SSD's
+            storage.counters.promoted_from_remote(slot, before)
             self._there[slot.node.key].add((slot.kind, slot.key))
             storage.drop_superseded(slot)
         storage.spilling.ahead(sum(slot.nbytes for slot in landed))
@@ -293,15 +293,14 @@ def simulate_fleet(
         ((request, machines[index]) for request, index in zip(requests, chosen, strict=True)), block, progress
     )
     counters = [machine.storage.counters for machine in machines]
-    remote_tokens = sum(machine.remote_tokens for machine in machines if isinstance(machine, Machine))
     return FleetOutcome(
         fleet,
         served,
         [c.fetches for c in counters],
         sum(c.ram_hit_tokens for c in counters),
         sum(c.hot_hit_tokens for c in counters),
-        sum(c.ssd_hit_tokens for c in counters) - remote_tokens,
-        remote_tokens,
+        sum(c.ssd_hit_tokens for c in counters),
+        sum(c.remote_hit_tokens for c in counters),
         remote.sent_images,
         remote.sent_bytes,
         remote.read_images,

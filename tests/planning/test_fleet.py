@@ -129,7 +129,18 @@ def test_windows_and_snapshots_come_with_their_rows(config, admission):
     first, tokens = (1, 2, 3, 4), 4 * BLOCK - (0 if config is SLIDING else 100)
     fleet.serve(0, *first, tokens=tokens)
     assert fleet.fetch(0, *first, 5) == fleet.fetch(1, *first, 5) == tokens
-    assert fleet.machines[1].remote_tokens == tokens
+    assert fleet.machines[1].storage.counters.remote_hit_tokens == tokens
+
+
+@pytest.mark.parametrize("ssd", [0, GB])
+def test_what_was_read_in_vain_is_the_remote_tiers_when_a_later_prompt_uses_it(ssd):
+    """The snapshot behind a prompt's last token is none that the same prompt is given."""
+    fleet = Served("always", ModelState.of(HYBRID, name="tiny"), ssd=ssd)
+    fleet.serve(0, 1, 2)
+    assert fleet.fetch(1, 1, 2) == 0 < fleet.remote.read_images
+    assert fleet.fetch(1, 1, 2, 3) == 2 * BLOCK
+    counters = fleet.machines[1].storage.counters
+    assert (counters.ram_hit_tokens, counters.ssd_hit_tokens, counters.remote_hit_tokens) == (0, 0, 2 * BLOCK)
 
 
 @pytest.mark.parametrize("config", [PLAIN, SLIDING, HYBRID], ids=["plain", "windows", "snapshots"])
