@@ -9,8 +9,6 @@ import logging
 from datetime import datetime, timezone
 from typing import Any
 
-log = logging.getLogger("prefixcache")
-
 _OWN = {*vars(logging.makeLogRecord({})), "message", "asctime"}  # what any record has
 _BODIES = ("JSONDecodeError:", "Invalid Request Body:")  # mlx-lm's errors that quote a request
 _SERVER = "mlx_lm/server.py"
