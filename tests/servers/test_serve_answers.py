@@ -249,6 +249,25 @@ def test_a_call_of_a_tool_is_answered_as_one_and_its_result_is_hit(pair, tmp_pat
 
 
 @DENSE
+def test_a_call_without_a_name_or_arguments_leaves_its_client_the_answer(pair, tmp_path):
+    says = ["Well. ", "<tool_call>", '[{"name": "count"}, {"arguments": {"to": 3}}, 7]', "</tool_call>"]
+    parrot = str(save_parrot(tmp_path / "parrot", says, template=TEMPLATE))
+    asked: Any = {
+        "model": parrot,
+        "messages": [{"role": "user", "content": "Count."}],
+        "tools": TOOLS,
+        "temperature": 0,
+    }
+    create = pair.served.client.chat.completions.create
+    told = create(**asked).choices[0]
+    assert (told.message.content, told.finish_reason) == ("Well. ", "tool_calls")
+    streamed = [chunk.choices[0] for chunk in create(**asked, stream=True)]
+    assert streamed[-1].finish_reason == "tool_calls"
+    for calls in (told.message.tool_calls, [call for choice in streamed for call in choice.delta.tool_calls or []]):
+        assert [(call.function.name, call.function.arguments) for call in calls] == [("count", "{}")]
+
+
+@DENSE
 def test_a_draft_model_changes_no_answer_and_its_layers_are_kept_too(pair):
     asked = questions(0, "draft")[:3]
     draft = {"draft_model": str(pair.folder)}
