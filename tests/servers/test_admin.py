@@ -188,6 +188,15 @@ def test_remove_deletes_a_prompt_and_its_further_turns_and_nothing_else(served, 
     )
 
 
+def test_remove_deletes_a_prompt_whose_request_left_its_tools_out(agent):
+    tools = [{"type": "function", "function": {"name": "count", "description": text(300, "tool")}}]
+    body = {"messages": user(text(560, "no tools")), "tools": tools, "tool_choice": "none"}
+    ask(agent, **body)
+    assert ask(agent, **body).cached > 500
+    assert admin(agent, "DELETE", "prompts", {**body, "response_format": {"type": "text"}}).json()["bytes"] > 0
+    assert ask(agent, **body).cached < 250
+
+
 # -- pins -------------------------------------------------------------------------------------------------------------
 
 

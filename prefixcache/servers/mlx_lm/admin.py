@@ -40,7 +40,8 @@ Json = dict[str, Any]
 STORES = 10.0  # seconds that a deletion waits for what was answered to be stored
 TENANT = ("cache_salt", "authorization")
 # Fields of requests that say nothing of the prompt: what both kinds of request have, and what OpenAI's have beside it.
-OF_ANSWERS = {*GenerationRequest.model_fields, "n", "tool_choice", "user"} - {"adapters", "cache_salt", "model"}
+OF_ANSWERS = {*GenerationRequest.model_fields, "response_format", "tool_choice", "user"}
+OF_ANSWERS -= {"adapters", "cache_salt", "model"}
 
 
 class Admin:
@@ -228,7 +229,8 @@ class Admin:
             raise RequestRefused(
                 f"{where}: model={asked[:100]!r} is not loaded; leave it out, or ask it a question first", 409
             )
-        beside = ("model", "authorization")
+        without_tools = ["tools"] if body.get("tool_choice") == "none" else []
+        beside = ("model", "authorization", *without_tools)
         given = {name: value for name, value in body.items() if name not in beside and name not in OF_ANSWERS}
         prompt = parse_prompt(where, given).canonical(self._generator.canonical.rules)
         salt = self._tenant(body) or b""
