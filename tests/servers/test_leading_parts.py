@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from datetime import date
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 from mlx_lm.utils import load_tokenizer
 
 from prefixcache.keys import BLOCK, as_tokens, common_prefix
+from prefixcache.servers.mlx_lm import leading_parts
 from prefixcache.servers.mlx_lm.leading_parts import REMEMBERED, LeadingEnds, LeadingParts, segments_at, system_end
 from tests.servers.serving import TEMPLATE, TINY, Message, text
 
@@ -90,6 +93,19 @@ def test_tools_are_rendered_once_for_all_chats_until_many_others_came():
     find(0)
     find(1)
     assert rendered == [*range(REMEMBERED + 1), 1]
+
+
+def test_a_template_that_writes_the_day_ends_its_system_text_where_it_does_on_the_next_day_too(monkeypatch):
+    day = [date(2026, 1, 9), date(2026, 1, 10)]
+    monkeypatch.setattr(leading_parts, "date", SimpleNamespace(today=lambda: day[0]))
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hello"}]
+    parts, ends = LeadingParts(), []
+    for _ in range(2):
+        template = f"Today is {day[0]}. {TEMPLATE}"
+        prompt = as_tokens(tokenize(template, TOOLS, chat))
+        ends.append(parts.ends(prompt, chat, (TOOLS,), partial(tokenize, template, TOOLS)))
+        assert ends[-1] == ends_of(template, chat, LeadingParts())
+        day.pop(0)
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=3), st.lists(st.integers(0, 30), max_size=3))

@@ -10,6 +10,7 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from datetime import date
 from itertools import accumulate, pairwise, takewhile
 from typing import Any, NamedTuple
 
@@ -54,7 +55,7 @@ class LeadingParts:
 
     def _common(self, tokens: np.ndarray, leading: list[Message], terms: tuple[Any, ...], tokenize: Tokenize) -> int:
         """Return how many tokens a prompt shares with another chat that begins with these messages."""
-        key = json.dumps([leading, *terms], default=str)
+        key = json.dumps([leading, date.today(), *terms], default=str)  # templates may write the day
         with self._lock:
             other = self._others.get(key)
             if other is not None:
