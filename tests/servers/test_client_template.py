@@ -38,11 +38,18 @@ def test_a_template_sees_its_variables_and_what_templates_are_offered():
     assert render("{{ strftime_now('%Y') | length }}", {}, 100) == "4"
 
 
-def test_it_renders_as_transformers_does():
+MODELS_OWN = json.loads((TINY / "tokenizer_config.json").read_text())["chat_template"]
+TRAINED = (
+    "{% set n = 0 %}{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}"
+    "{% set n = 1 %}{{ loop.index }}{{ m.content }}\n{% endgeneration %}{% endif %}{% endfor %}{{ n }}"
+)
+
+
+@pytest.mark.parametrize("template", [MODELS_OWN, TRAINED])
+def test_it_renders_as_transformers_does(template):
     tokenizer = load_tokenizer(str(TINY))
-    chat = [{"role": "system", "content": "Be brief."}, *MESSAGES]
-    own = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-    template = json.loads((TINY / "tokenizer_config.json").read_text())["chat_template"]
+    chat = [{"role": "system", "content": "Be brief."}, *MESSAGES, {"role": "assistant", "content": "hi"}]
+    own = tokenizer.apply_chat_template(chat, chat_template=template, tokenize=False, add_generation_prompt=True)
     variables = {"messages": chat, "add_generation_prompt": True, **tokenizer.special_tokens_map}
     assert render(template, variables, 10_000) == own
 

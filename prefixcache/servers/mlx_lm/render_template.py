@@ -1,7 +1,7 @@
 """The program of the process that renders a request's chat template; see `client_template`, which passes its text to Python.
 
 It reads one JSON object from standard input and writes the text to standard output. Templates see what they see in
-transformers: loop controls, `tojson`, `raise_exception`, `strftime_now`.
+transformers: loop controls, `generation`, `tojson`, `raise_exception`, `strftime_now`.
 """
 
 import contextlib
@@ -10,7 +10,9 @@ import json
 import resource
 import sys
 
-from jinja2 import TemplateError
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
@@ -29,6 +31,17 @@ class Environment(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
 
+class Generation(Extension):
+    """Renders what a template marks as the model's, for its training, like all else."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body).set_lineno(line)
+
+
 def raise_exception(message: str) -> None:
     raise TemplateError(message)
 
@@ -38,7 +51,7 @@ def to_json(value: object, ensure_ascii: bool = False, indent: "int | None" = No
 
 
 def render(template: str, variables: dict[str, object], limit: int) -> None:
-    environment = Environment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+    environment = Environment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"])
     environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
