@@ -37,10 +37,10 @@ class RequestReader:
             text = checked(TextRequest, body)["prompt"]
             return PromptText(text, list(self.tokenizer.encode(text)))
         asked = checked(ChatRequest, chat_request(body))
-        chat = TemplateChat(for_template(asked["messages"], self.roles, images=False), asked.get("tools"))
-        chat = canonical(chat, rules)
+        messages, tools = canonical(TemplateChat(asked["messages"], asked.get("tools")), rules)
+        messages = for_template(messages, self.roles, images=False)
         render = render_by(self.tokenizer, {**self.arguments, **asked.get("chat_template_kwargs", {})})
-        rendered = ChatText(render, *chat)
+        rendered = ChatText(render, messages, tools)
         try:
             text = rendered.text
         except Exception as error:  # a template raises what it likes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ from mlx_lm.utils import load_tokenizer
 
 from prefixcache.keys import common_prefix
 from prefixcache.servers.canonical import EVERY_RULE, RULES
-from prefixcache.servers.chat_messages import template_roles
+from prefixcache.servers.chat_messages import TemplateRoles, template_roles
 from prefixcache.servers.compared_prompts import AROUND, RequestReader, chat_request, compare
+from prefixcache.servers.prompt_parts import MESSAGE, Part
 
 MODEL = Path(__file__).parents[1] / "fixtures" / "tiny-llama"
 HEADER = "x-anthropic-billing-header: cc_version={};\n"
@@ -99,6 +101,12 @@ def test_a_changing_header_is_named_by_its_rule(written, call):
     assert facts[0]["common"] == facts[1]["rules"]["headers"] > facts[1]["common"] == facts[0]["rules"]["headers"]
     assert facts[0]["first"]["part"] == {"name": "message", "number": 2, "total": 2}
     assert set(facts[0]["rules"]) <= set(RULES)
+
+
+def test_a_changing_header_leaves_the_system_text_that_becomes_the_users(reader):
+    reader = replace(reader, roles=TemplateRoles(leading_system=False))
+    one, two = (asked(HEADER.format(name) + "Be brief.", user(name)) for name in ("one", "two"))
+    assert compare(reader, one, two, rules=EVERY_RULE).first.part == Part(MESSAGE, 2, 2)
 
 
 def test_a_rule_that_changes_what_both_have_makes_no_difference(reader):

@@ -489,6 +489,19 @@ def test_a_salt_goes_with_the_prompt_wherever_it_is_stored(models, opened, famil
             assert Asked(generator, [system, *user("hello")], salt=salt, seed=4).computed == 1
 
 
+def test_a_changing_header_leaves_the_system_text_that_becomes_the_users(tmp_path, opened):
+    template = (
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+        "{{ '<|' + m.role + '|>' + m.content }}{% endfor %}"
+    )
+    model = save_model(tmp_path / "no-system", template=template)
+    with generating(opened(), "--model", model) as generator:
+        for version, cached in ((1, 0), (2, 260)):
+            content = f"x-anthropic-billing-header: cc_version={version};\n{text(300, 'header')}"
+            asked = Asked(generator, [{"role": "system", "content": content}, *user(f"{version}")])
+            assert asked.cached >= cached
+
+
 @ONLY_0_32
 def test_rows_that_were_quantized_are_not_given_to_a_server_that_does_not(models, opened):
     cache, flags = opened(), ["--model", models / "llama"]

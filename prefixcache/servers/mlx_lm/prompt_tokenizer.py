@@ -85,10 +85,11 @@ class PromptTokenizer:
             return Part(TEXT)
         if loaded is None or not by_own_template(loaded, request, args) or has_images(request):
             return Part(UNKNOWN)
-        chat = TemplateChat(for_template(request.messages, loaded.roles, images=False), request.tools)
+        messages, tools = canonical(TemplateChat(request.messages, request.tools), self._canonical.rules)
+        messages = for_template(messages, loaded.roles, images=False)
         arguments = {**self._provider.cli_args.chat_template_args, **(args.chat_template_kwargs or {})}
         render = render_by(loaded.tokenizer, arguments)
-        text = ChatText(render, *canonical(chat, self._canonical.rules))
+        text = ChatText(render, messages, tools)
         place = place_of(loaded.tokenizer, text.text, tokens, position)
         return text.part_at(place) if place is not None else Part(UNKNOWN)
 
@@ -122,9 +123,9 @@ class PromptTokenizer:
         roles = loaded.roles
         if _brings_template(args):
             tokenizer, roles = ClientTemplate(tokenizer, rendered), TemplateRoles()
-        messages = for_template(request.messages, roles, images=self._provider.models.reads_images)
         try:
-            messages, tools = self._canonical.of(TemplateChat(messages, request.tools))
+            messages, tools = self._canonical.of(TemplateChat(request.messages, request.tools))
+            messages = for_template(messages, roles, images=self._provider.models.reads_images)
             tokenized = self._by_mlx_lm(tokenizer, replace(request, messages=messages, tools=tools), args)
         except RequestRefused:
             raise
