@@ -9,15 +9,22 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from prefixcache.keys import common_prefix
-from prefixcache.servers.apis import Json
-from prefixcache.servers.apis.messages import Messages
+from prefixcache.servers.apis import Json, objects
+from prefixcache.servers.apis.messages import TEXTS, Messages, MessagesRequest
 from prefixcache.servers.apis.responses import Responses
 from prefixcache.servers.canonical import RULES, TemplateChat, canonical
 from prefixcache.servers.chat_messages import TemplateRoles, for_template
 from prefixcache.servers.prompt_parts import TEXT, UNKNOWN, ChatText, Part, common_length, place_of, render_by
 from prefixcache.servers.request_schema import ChatRequest, RequestRefused, TextRequest, checked
 
-BLOCKS = {"tool_use", "tool_result", "thinking", "redacted_thinking"}  # types that only /v1/messages has
+FIELDS = MessagesRequest.model_fields.keys() - ChatRequest.model_fields.keys()  # that only /v1/messages has
+BLOCKS = (
+    *(TEXTS.keys() - {"text"}),
+    "tool_use",
+    "tool_result",
+    "thinking",
+    "redacted_thinking",
+)  # types of its own, too
 AROUND = 80  # characters that are shown on both sides of a place
 
 
@@ -33,6 +40,7 @@ class RequestReader:
 
     def prompt(self, body: Json, rules: Sequence[str]) -> PromptText:
         """Return a request's prompt, by these rules of canonical text. RequestRefused where a server would refuse it."""
+        body = {name: value for name, value in body.items() if value is not None}
         if "prompt" in body:
             text = checked(TextRequest, body)["prompt"]
             return PromptText(text, list(self.tokenizer.encode(text)))
@@ -54,14 +62,9 @@ def chat_request(body: Json) -> Json:
     """Return the chat request that a body of any of the APIs means; what only one of them has says which one it is."""
     if "input" in body:
         return Responses().chat_request(body)
-    tools = [tool for tool in body.get("tools") or () if isinstance(tool, dict)]
-    messages = [message for message in body.get("messages") or () if isinstance(message, dict)]
-    contents = [message.get("content") for message in messages]
-    blocks = [
-        block for content in contents if isinstance(content, list) for block in content if isinstance(block, dict)
-    ]
-    has_blocks = any(block.get("type") in BLOCKS for block in blocks)
-    if "system" in body or any("input_schema" in tool for tool in tools) or has_blocks:
+    contents = [message.get("content") for message in objects(body.get("messages"))]
+    has_blocks = any(block.get("type") in BLOCKS for content in contents for block in objects(content))
+    if FIELDS & body.keys() or any("input_schema" in tool for tool in objects(body.get("tools"))) or has_blocks:
         return Messages().chat_request(body)
     return body
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from mlx_lm.utils import load_tokenizer
 
 from prefixcache.keys import common_prefix
+from prefixcache.servers.apis.messages import Messages
 from prefixcache.servers.canonical import EVERY_RULE, RULES
 from prefixcache.servers.chat_messages import TemplateRoles, template_roles
 from prefixcache.servers.compared_prompts import AROUND, RequestReader, chat_request, compare
@@ -38,7 +39,7 @@ def written(tmp_path):
     return write
 
 
-def user(text: str) -> dict[str, Any]:
+def user(text: Any) -> dict[str, Any]:
     return {"role": "user", "content": text}
 
 
@@ -76,6 +77,28 @@ def test_bodies_of_all_apis_are_read_as_the_chats_that_they_mean():
     of_messages = chat_request({"max_tokens": 9, "system": "Be brief.", "messages": [user("hello")]})
     of_responses = chat_request({"instructions": "Be brief.", "input": "hello"})
     assert [of_messages["messages"], of_responses["messages"]] == [chat, chat]
+
+
+@pytest.mark.parametrize(
+    "field",
+    [{"thinking": {"type": "disabled"}}, {"output_config": {"effort": "low"}}, {"stop_sequences": ["."]}],
+    ids=str,
+)
+def test_a_field_that_only_one_api_has_says_which_one_it_is(field):
+    body = {"max_tokens": 9, "messages": [user("hello")], **field}
+    assert chat_request(body) == Messages().chat_request(body)
+
+
+@pytest.mark.parametrize("kind", ["document", "search_result", "tool_reference"])
+def test_a_block_that_only_one_api_has_says_which_one_it_is(kind):
+    block = {"type": kind, "source": {"type": "text", "data": "a"}, "content": [], "tool_name": "ls"}
+    body = {"max_tokens": 9, "messages": [{"role": "user", "content": [block]}]}
+    assert chat_request(body) == Messages().chat_request(body)
+
+
+def test_what_is_null_is_not_given(reader):
+    body = {"messages": [user("hello")]}
+    assert compare(reader, body, {**body, "prompt": None, "input": None, "system": None}, rules=EVERY_RULE).are_same
 
 
 def test_a_changing_header_is_named_by_its_rule(written, call):
@@ -138,6 +161,9 @@ def test_what_cannot_be_read_is_told_in_a_line(written, call, tmp_path):
         ((good, empty), (), "no prompts"),
         ((good, two), (), "2 requests"),
         ((good, wrong), (), "messages must be"),
+        ((good, written("number.json", {"messages": 5})), (), "messages must be"),
+        ((good, written("tools.json", {"messages": [user("a")], "tools": 5})), (), "tools must be"),
+        ((good, written("type.json", {"messages": [user([{"type": []}])]})), (), "must be a text or an image"),
         ((odd, good), (), "n must be"),
         ((good, good), ("--chat-template-args", "[]"), "not a JSON object"),
     ):

@@ -30,6 +30,11 @@ def as_chat(asked: Json, **meant: Any) -> Json:
     return {name: value for name, value in chat.items() if value is not None}
 
 
+def objects(value: Any) -> list[Json]:
+    """Return the objects of a list, or none of what is no list."""
+    return [part for part in value if isinstance(part, dict)] if isinstance(value, list) else []
+
+
 def error_type(status: int) -> str:
     """Return what OpenAI's APIs call an error with this status of HTTP."""
     if status >= 500:

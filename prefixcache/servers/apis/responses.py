@@ -13,7 +13,7 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field
 
-from prefixcache.servers.apis import Event, Json, as_chat, error_type
+from prefixcache.servers.apis import Event, Json, as_chat, error_type, objects
 from prefixcache.servers.request_schema import (
     Count,
     GenerationRequest,
@@ -128,14 +128,9 @@ class _Tool(NamedTuple):
 
 def _tools(asked: Json) -> dict[str, _Tool]:
     """Return the tools that a request offers by their names in the chat, those of items `additional_tools` among them."""
-    later = (item.get("tools") for item in _objects(asked["input"]) if item.get("type") == "additional_tools")
-    given = (tool for tools in (asked.get("tools"), *later) for tool in _objects(tools))
+    later = (item.get("tools") for item in objects(asked["input"]) if item.get("type") == "additional_tools")
+    given = (tool for tools in (asked.get("tools"), *later) for tool in objects(tools))
     return {name: tool for flat in given for name, tool in _flat(flat, None).items()}
-
-
-def _objects(value: Any) -> list[Json]:
-    """Return the objects of a list, or none of what is no list."""
-    return [part for part in value if isinstance(part, dict)] if isinstance(value, list) else []
 
 
 def _flat(tool: Json, namespace: str | None) -> dict[str, _Tool]:
@@ -146,7 +141,7 @@ def _flat(tool: Json, namespace: str | None) -> dict[str, _Tool]:
     if not isinstance(name, str):
         raise RequestRefused(f"a tool of the type {kind} must have a name, a string, not {shown(name)}")
     if kind == "namespace":
-        inside = (_flat(part, name) for part in _objects(tool.get("tools")))
+        inside = (_flat(part, name) for part in objects(tool.get("tools")))
         return {name: tool for flat in inside for name, tool in flat.items()}
     in_chat = _chat_name(name, namespace)
     parameters = _text_parameters(tool) if kind == "custom" else tool.get("parameters")
@@ -214,7 +209,7 @@ class _Conversation:
             raise RequestRefused(f"{place}.role must be a string, not {shown(role)}")
 
     def _add_reasoning(self, item: Json) -> None:
-        texts = [part.get("text") for part in _objects(item.get("content") or item.get("summary"))]
+        texts = [part.get("text") for part in objects(item.get("content") or item.get("summary"))]
         if text := "".join(text for text in texts if isinstance(text, str)):
             self._assistant(without="reasoning_content")["reasoning_content"] = text
 
