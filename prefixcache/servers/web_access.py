@@ -42,7 +42,8 @@ class WebAccess:
         if bound.is_unspecified:
             name = socket.gethostname().lower()
             hosts |= {name, name.partition(".")[0], f"{name.partition('.')[0]}.local"}
-        return cls(frozenset(hosts - {""}), bound.is_unspecified, frozenset(origins))
+        allowed = {origin.strip().rstrip("/").lower() for origin in origins}  # as browsers send them
+        return cls(frozenset(hosts - {""}), bound.is_unspecified, frozenset(allowed - {""}))
 
     def allows(self, origin: str) -> bool:
         """Return whether pages of a foreign origin may ask, and read the answer."""

@@ -86,6 +86,13 @@ def test_a_page_asks_only_from_the_server_itself_or_from_an_origin_that_was_allo
     assert OPEN.refusal(["evil.example"], ["https://evil.example"], "cross-site") == ""
 
 
+def test_origins_may_be_given_as_people_write_them():
+    listed = WebAccess.of("127.0.0.1", "127.0.0.1", [], ["https://app.example", " http://Box.lan:3000/", " "])
+    for origin in ("https://app.example", "http://box.lan:3000"):
+        assert listed.refusal(["localhost"], [origin], "cross-site") == ""
+    assert listed.refusal(["localhost"], [""], "")
+
+
 def test_a_page_that_sends_no_origin_is_known_by_its_fetch_site():
     assert LOCAL.refusal(["localhost"], [], "cross-site")
     assert LOCAL.refusal(["localhost"], [], "same-site")

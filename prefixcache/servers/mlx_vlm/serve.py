@@ -39,7 +39,7 @@ def serve(settings: Settings, flags: Sequence[str], salts: Salts, allowed_hosts:
     """
     ours, others = _read_ours(flags)
     address = _checked_address(ours.host, others)
-    access = WebAccess.of(ours.host, address, allowed_hosts, filter(None, ours.allowed_origins.split(",")))
+    access = WebAccess.of(ours.host, address, allowed_hosts, ours.allowed_origins.split(","))
     with Ending(), pool_kept(), PrefixCache(settings) as cache:
         manager = upstream.Manager(cache, partial(prompts_of, cache))
         rules = upstream.Rules(replace(salts, remedy=TENANT), access, lambda: render(CacheCollector(cache)))
