@@ -35,8 +35,9 @@ class WebAccess:
     @classmethod
     def of(cls, host: str, address: str, allowed_hosts: Iterable[str] = (), origins: Iterable[str] = ()) -> WebAccess:
         """Return the access to a server that was bound to `address`, which `host` stands for."""
+        address = address.partition("%")[0]  # browsers leave out the zone of a link-local one
         hosts = {host.lower(), address, *(name.lower().strip("[]") for name in allowed_hosts)}
-        bound = ipaddress.ip_address(address.partition("%")[0])
+        bound = ipaddress.ip_address(address)
         if bound.is_loopback or bound.is_unspecified:
             hosts |= LOOPBACK
         if bound.is_unspecified:

@@ -69,6 +69,12 @@ def test_a_server_of_one_address_answers_to_that_and_its_name():
     assert all(access.refusal([host], [], "") for host in ("192.168.1.6", "localhost"))
 
 
+def test_a_server_of_a_link_local_address_answers_to_it_without_its_zone():
+    access = WebAccess.of("fe80::1%en0", "fe80::1%en0")
+    assert access.refusal(["[fe80::1]:8080"], [], "") == ""
+    assert access.refusal(["[fe80::2]:8080"], [], "")
+
+
 def test_a_page_asks_only_from_the_server_itself_or_from_an_origin_that_was_allowed():
     asked = WebAccess.of("127.0.0.1", "127.0.0.1", [], ["https://app.example"])
     assert asked.refusal(["localhost:8080"], ["http://localhost:8080"], "same-origin") == ""
