@@ -49,7 +49,7 @@ def explain(
         reader = RequestReader(loaded, template_roles(loaded), arguments)
         try:
             compared = compare(reader, *bodies, rules=text.rules())
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise Refused(str(error) if isinstance(error, RequestRefused) else f"a request: {error}") from None
     if as_json:
         print_json(_facts(compared))

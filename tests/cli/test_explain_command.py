@@ -156,6 +156,7 @@ def test_what_cannot_be_read_is_told_in_a_line(written, call, tmp_path):
     good, empty = written("good.json", {"messages": [user("hello")]}), written("empty.json", "")
     two = written("two.jsonl", '{"prompt": "a"}\n{"prompt": "b"}\n')
     wrong, odd = written("wrong.json", {"messages": "hello"}), written("odd.json", {"messages": [user("a")], "n": 2})
+    namespaces = 400 * '{"type": "namespace", "name": "n", "tools": [' + '{"type": "function"}' + 400 * "]}"
     for files, options, said in (
         ((good, tmp_path / "missing.json"), (), "missing.json"),
         ((good, empty), (), "no prompts"),
@@ -165,6 +166,7 @@ def test_what_cannot_be_read_is_told_in_a_line(written, call, tmp_path):
         ((good, written("tools.json", {"messages": [user("a")], "tools": 5})), (), "tools must be"),
         ((good, written("type.json", {"messages": [user([{"type": []}])]})), (), "must be a text or an image"),
         ((odd, good), (), "n must be"),
+        ((good, written("deep.json", f'{{"input": "a", "tools": [{namespaces}]}}')), (), ""),
         ((good, good), ("--chat-template-args", "[]"), "not a JSON object"),
     ):
         done = call("explain", *files, "--model", MODEL, *options)

@@ -62,6 +62,18 @@ def test_errors_are_openais(served: Server):
         create(served, [{"role": "user", "content": [image]}])
 
 
+@pytest.mark.parametrize("depth", [310, 400, 5000])
+def test_a_body_is_answered_however_deep_it_is_nested(served: Server, depth: int):
+    tool = depth * '{"type": "namespace", "name": "n", "tools": [' + depth * "]}"
+    block = depth * '{"type": "document", "source": {"type": "content", "content": [' + depth * "]}}"
+    bodies = {
+        "/v1/responses": f'{{"input": "a", "max_output_tokens": 1, "tools": [{tool}]}}',
+        "/v1/messages": f'{{"max_tokens": 1, "messages": [{{"role": "user", "content": [{block}]}}]}}',
+    }
+    for path, body in bodies.items():
+        assert requests.post(f"{served.url}{path}", data=body, timeout=SECONDS).status_code in (200, 400)
+
+
 def test_an_agent_thinks_and_calls_tools_and_its_turn_is_hit(agent: Server):
     items = user(text(100, "agent"))
     more = {"tools": [*TOOLS, {"type": "web_search"}], "max_output_tokens": 100}

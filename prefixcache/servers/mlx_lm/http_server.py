@@ -234,8 +234,11 @@ class Handler(BaseHTTPRequestHandler):
         body = _parsed(self.read_body())
         connection: Handler | Translation = self
         if api is not None and isinstance(body, dict):
-            chat = api.chat_request(body)
-            connection = self._translation = Translation(self, api, body)
+            try:
+                chat = api.chat_request(body)
+                connection = self._translation = Translation(self, api, body)
+            except RecursionError:
+                raise RequestRefused("the body is nested too deeply") from None
             body = chat
         options = self.server.site.options
         asked = checked(kind or ChatRequest, body, allow_chat_template=options.allow_chat_template)
