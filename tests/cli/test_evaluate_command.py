@@ -322,6 +322,16 @@ def test_a_servers_variables_do_not_lead_to_its_directory(call, tiny, tmp_path, 
     assert not (tmp_path / "server").exists()
 
 
+def test_a_servers_variables_do_not_send_the_texts_to_its_fleet(call, tiny, tmp_path, monkeypatch):
+    fleet = tmp_path / "fleet"
+    fleet.mkdir()
+    monkeypatch.setenv("PREFIXCACHE_REMOTE", f"file://{fleet}")
+    monkeypatch.setenv("PREFIXCACHE_REMOTE_ADMISSION", "always")
+    done = call("evaluate", "some/model", *SMALL, "--codec", "turboquant:8", "--needles", 2)
+    assert done.exit_code == 0, done.output
+    assert not list(fleet.iterdir())
+
+
 # -- the trained model ------------------------------------------------------------------------------------------------
 
 

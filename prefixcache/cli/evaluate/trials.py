@@ -129,9 +129,16 @@ class Trial:
     def __init__(self, spec: str, codec: Codec, ram: int, model: str, basis_dir: Path):
         self.spec, self.codec = spec, codec
         self._model = model
-        try:  # variables may name a server's directory, which is not for this
+        try:  # variables may name a server's directory and its fleet, which are not for this
             self.cache = PrefixCache(
-                codec=codec, ram=ram, memory_reserve=0, ssd_dir=None, ssd=0, basis_dir=basis_dir, trace=None
+                codec=codec,
+                ram=ram,
+                memory_reserve=0,
+                ssd_dir=None,
+                ssd=0,
+                remote=None,
+                basis_dir=basis_dir,
+                trace=None,
             )
         except ValueError as error:  # another variable is bad
             raise Refused(str(error)) from None
