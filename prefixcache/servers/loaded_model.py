@@ -62,8 +62,14 @@ def compile_kernels(cache: PrefixCache, model: Any, name: str) -> None:
     began, tokens = time.monotonic(), [0] * WARM_TOKENS
     parting = [0] * (WARM_TOKENS - BLOCK) + [1] * BLOCK
     try:
-        with PrefixCache(
-            ram=WARM_RAM, ssd_dir=None, hot=0, codec=cache.codec, basis_dir=cache.settings.basis_dir
+        with PrefixCache(  # variables may name the server's fleet and its trace, which are not for this
+            ram=WARM_RAM,
+            ssd_dir=None,
+            remote=None,
+            trace=None,
+            hot=0,
+            codec=cache.codec,
+            basis_dir=cache.settings.basis_dir,
         ) as scratch:
             for prompt in (tokens, parting):
                 layers = make_prompt_cache(model)
