@@ -152,6 +152,16 @@ def test_prune_deletes_what_was_not_used_lately_and_makes_the_ssd_smaller(served
     assert ask(served, user(text(560, "pruned 3")), max_tokens=1).cached < 250
 
 
+def test_images_are_deleted_and_ram_is_given_back_by_one_command(served):
+    ask(served, user(text(560)))
+    pruned = done("prune", served, "--older-than", "0s", "--ram-to-size", "0")
+    assert (pruned["images"] > 0, pruned["ram_bytes"] < 100_000) == (True, True)
+    ask(served, user(text(560)), max_tokens=1)
+    ran = command("prune", served, "--to-size", "1kB", "--ram-to-size", "0", "--json")  # the index takes more
+    assert (ran.returncode, "even so" in ran.stderr) == (1, True)
+    assert json.loads(ran.stdout)["ram_bytes"] < 100_000
+
+
 def test_ram_is_given_back_and_the_ssd_has_what_was_in_it(model, tmp_path):
     flags = ("--model", model, "--ssd-dir", tmp_path / "ssd", "--ssd", "500MB", "--spill", "wait")
     with serving(tmp_path / "log", *flags) as server:

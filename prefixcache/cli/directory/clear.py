@@ -13,7 +13,7 @@ from prefixcache.cli.directory.argument import Target, errors_told
 from prefixcache.cli.options import AsJson, DryRun, flags_of, with_options
 from prefixcache.cli.progress import bar
 from prefixcache.cli.running.admin_client import AdminClient
-from prefixcache.cli.running.remove import delete_images
+from prefixcache.cli.running.remove import show_deleted
 from prefixcache.cli.running.tenant import TenantOptions
 from prefixcache.cli.text import complain, console, foreign, many, print_json, refusing, safe, size
 from prefixcache.ssd import Cleared
@@ -47,7 +47,7 @@ def clear(
             selection = {**({"model": model} if model is not None else {}), **tenant.fields()}
             if not yes:
                 _ask(f"{client.name}: delete {'what is selected' if selection else 'everything'}, in RAM and on SSD?")
-            delete_images(client, selection, as_json=as_json)
+            show_deleted(client, client.ask("DELETE", "images", selection), as_json=as_json)
             return
     assert target.directory is not None
     with errors_told(target.directory, as_json=as_json):

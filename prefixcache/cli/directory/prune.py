@@ -18,7 +18,7 @@ from prefixcache.cli.directory.argument import Target, errors_told
 from prefixcache.cli.options import AsJson, DryRun, flags_of, with_options
 from prefixcache.cli.progress import bar
 from prefixcache.cli.running.admin_client import AdminClient
-from prefixcache.cli.running.remove import delete_images, show_now
+from prefixcache.cli.running.remove import show_deleted, show_now
 from prefixcache.cli.running.tenant import TenantOptions
 from prefixcache.cli.tables import listing
 from prefixcache.cli.text import Refused, complain, console, foreign, many, print_json, refusing, size
@@ -130,22 +130,24 @@ def _prune_live(client: AdminClient, selection: dict[str, Any], ram_to_size: str
             "nothing is selected: give --older-than, --model, --namespace, --to-size, --ram-to-size or a tenant; clear "
             "deletes all"
         )
+    deleted: dict[str, Any] = {}
     if selection:
         if not set(selection) & {"older_than", "namespace", "to_size"}:
             selection["older_than"] = 0  # what is pinned stays, as with the others
-        deleted = delete_images(client, selection, as_json=as_json and ram is None)
-        to_size = selection.get("to_size")
-        if to_size is not None and deleted["ssd_bytes"] > to_size:
-            complain(
-                f"{client.name}: its SSD takes {size(deleted['ssd_bytes'])} even so: nothing is left that may be deleted"
-            )
-            raise typer.Exit(1)
-    if ram is not None:
-        now = client.ask("POST", "ram", {"to_size": ram})
-        if as_json:
-            print_json({"url": client.name, **now})
-        else:
-            show_now(client, now)
+        deleted = client.ask("DELETE", "images", selection)
+    now = client.ask("POST", "ram", {"to_size": ram}) if ram is not None else {}
+    if selection:
+        show_deleted(client, {**deleted, **now}, as_json=as_json)
+    elif as_json:
+        print_json({"url": client.name, **now})
+    else:
+        show_now(client, now)
+    to_size = selection.get("to_size")
+    if to_size is not None and deleted["ssd_bytes"] > to_size:
+        complain(
+            f"{client.name}: its SSD takes {size(deleted['ssd_bytes'])} even so: nothing is left that may be deleted"
+        )
+        raise typer.Exit(1)
 
 
 def _bytes(option: str, text: str | None) -> int | None:

@@ -40,13 +40,6 @@ def remove(
     show_now(client, removed[-1])
 
 
-def delete_images(client: AdminClient, selection: Json, *, as_json: bool) -> Json:
-    """Delete what the fields select, show it, and return the server's answer."""
-    deleted = client.ask("DELETE", "images", selection)
-    show_deleted(client, deleted, as_json=as_json)
-    return deleted
-
-
 def show_deleted(client: AdminClient, deleted: Json, *, as_json: bool) -> None:
     """Print what was deleted, and what the server holds afterwards."""
     if as_json:
