@@ -13,6 +13,7 @@ NOBODY = "http://127.0.0.1:1"
         (("clear",), "neither DIR nor --url"),
         (("prune", ".", "--url", NOBODY), "DIR with --url"),
         (("clear", ".", "--model", "m"), "--model without --url: add --url in the place of DIR"),
+        (("clear", ".", "--yes", "--model", ""), "--model without --url"),  # "$MODEL" that nobody has set
         (("prune", ".", "--ram-to-size", "1GB"), "--ram-to-size without --url"),
         (("prune", "--url", NOBODY, "--dry-run"), "--dry-run with --url: it is for a DIR"),
         (("prune", "--url", NOBODY, "--quarantine"), "--quarantine with --url"),

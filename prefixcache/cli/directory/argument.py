@@ -51,7 +51,7 @@ class Target:
             both = "DIR with --url" if self.directory is not None else "neither DIR nor --url"
             raise Refused(f"{both}: name the directory of a cache that is closed, or the server that has one open")
         others = of_directory if self.url is not None else {**of_url, "--admin-key-file": self.admin_key_file}
-        if wrong := [option for option, value in others.items() if value]:
+        if wrong := [option for option, value in others.items() if value not in (None, False)]:
             remedy = "add --url in the place of DIR" if self.url is None else "it is for a DIR"
             raise Refused(f"{wrong[0]} {'without' if self.url is None else 'with'} --url: {remedy}, or leave it out")
 
