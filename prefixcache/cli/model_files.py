@@ -7,14 +7,14 @@ import re
 from pathlib import Path
 from typing import Any
 
-from prefixcache.cli.text import Refused, one_line
+from prefixcache.cli.text import Refused, expanded, one_line
 
 
 def model_folder(model: str) -> Path:
     """Return the folder of a model's files, downloaded where need be. Refused where there is none."""
     from prefixcache.upstream import download
 
-    folder = Path(model).expanduser()
+    folder = expanded(model, "--model")
     if folder.is_dir():
         return folder
     if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", model):

@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -37,6 +38,14 @@ def refusing(also: tuple[type[Exception], ...] = ()) -> Iterator[None]:
     except kinds as error:
         complain(str(error))
         raise typer.Exit(2) from error
+
+
+def expanded(path: str | Path, option: str = "") -> Path:
+    """Return a path whose ~ is replaced by the home that it stands for. Refused names the option where there is none."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise Refused(f"{option} {path}".lstrip() + ": no such home; write the whole path") from None
 
 
 class _Console(Console):

@@ -39,6 +39,30 @@ def test_an_unknown_command_or_option_gives_2(call):
     assert call("inspect").exit_code == 2
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("evaluate", "~models/qwen: no such home"),
+        ("calibrate", "~models/qwen: no such home"),
+        ("calibrate --list --basis-dir", "--basis-dir ~models/qwen: no such home"),
+        ("plan --model", "--model ~models/qwen: no such home"),
+        ("plan --model qwen3-8b --codec transform --basis", "--basis ~models/qwen: no such home"),
+        ("warm PROMPTS --ssd-dir DIR --model", "--model ~models/qwen: no such home"),
+        ("explain PROMPTS PROMPTS --model", "--model ~models/qwen: no such home"),
+        ("serve --admin-key-file", "--admin-key-file ~models/qwen: no such home"),
+        ("serve --model", "--model ~models/qwen: no such folder"),
+        ("pin --url http://127.0.0.1:1 --admin-key-file", "--admin-key-file ~models/qwen: no such home"),
+        ("clear --yes --url http://127.0.0.1:1 --api-key-file", "--api-key-file ~models/qwen: no such home"),
+    ],
+)
+def test_a_home_that_nobody_has_is_told_in_a_line(call, tmp_path, words, told):
+    prompts = tmp_path / "prompts"
+    prompts.write_text('{"prompt": "x"}')
+    done = call(*words.replace("PROMPTS", str(prompts)).replace("DIR", str(tmp_path)).split(), "~models/qwen")
+    assert (done.exit_code, done.stderr.count("\n")) == (2, 1)
+    assert told in done.stderr
+
+
 @pytest.mark.parametrize("command", OPERATORS)
 def test_the_help_of_a_command_tells_its_exit_codes(call, command):
     done = call(command, "--help")

@@ -16,7 +16,7 @@ import typer
 from prefixcache.cli.calibrate.options import Calibration
 from prefixcache.cli.options import AsJson, with_options
 from prefixcache.cli.progress import bar
-from prefixcache.cli.text import Refused, complain, console, print_json, refusing
+from prefixcache.cli.text import Refused, complain, console, expanded, print_json, refusing
 from prefixcache.settings import BASIS_DIR
 
 
@@ -47,7 +47,8 @@ def calibrate(
     if bool(job.model) == list_bases:
         complain("give either MODEL, a model's folder or name, or --list")
         raise typer.Exit(2)
-    folder = (basis_dir or BASIS_DIR).expanduser()
+    with refusing():
+        folder = expanded(basis_dir or BASIS_DIR, "--basis-dir")
     if list_bases:
         _list(folder, as_json=as_json)
         return

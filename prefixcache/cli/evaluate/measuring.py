@@ -25,7 +25,7 @@ from mlx_lm.generate import generate_step
 from prefixcache import model_identity
 from prefixcache.cli.evaluate.texts import EvaluationSize, Haystack, NeedleQuestion, cut, haystacks
 from prefixcache.cli.evaluate.trials import PREFILL, Reference, Trial, begun, joined, mean_and_error, read_on
-from prefixcache.cli.text import Refused
+from prefixcache.cli.text import Refused, expanded
 from prefixcache.codecs import Codec, Transform, as_codec
 from prefixcache.codecs.transform.bases import Bases
 from prefixcache.keys import BLOCK
@@ -56,12 +56,12 @@ def load(name: str, adapter: str | None = None, float32: bool = False) -> Subjec
 
     Refused when mlx-lm can't load it.
     """
-    folder = Path(name).expanduser()
+    folder = expanded(name)
     if not folder.exists() and not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
         raise Refused(f"{name}: no such folder; give a model's folder, or its name on Hugging Face (owner/name)")
     if folder.exists() and not (folder / "config.json").is_file():
         raise Refused(f"{name}: no config.json in it; give a model's folder")
-    adapter = str(Path(adapter).expanduser()) if adapter is not None else None
+    adapter = str(expanded(adapter, "--adapter-path")) if adapter is not None else None
     if adapter is not None and not Path(adapter).is_dir():
         raise Refused(f"--adapter-path {adapter}: no such folder; give the one that mlx_lm.lora wrote")
     logging.getLogger("transformers").setLevel(logging.ERROR)  # it would warn that the text is longer than the context
@@ -95,7 +95,7 @@ def measure(
     Refused for a spec, a text, a model or a job that can't be measured.
     """
     codecs = {spec: codec_of(spec) for spec in specs}
-    folder = (basis_dir or BASIS_DIR).expanduser()
+    folder = expanded(basis_dir or BASIS_DIR, "--basis-dir")
     basis_bytes = _basis_bytes(codecs, subject.identity, folder)
     _check_positions(subject, job)
     ids = list(subject.tokenizer.encode(text, add_special_tokens=False))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from prefixcache.cli.text import Refused
+from prefixcache.cli.text import Refused, expanded
 from prefixcache.codecs import Codec, Raw
 from prefixcache.codecs.transform.bases import Bases
 from prefixcache.codecs.transform.basis import Basis, BasisError, read
@@ -23,9 +23,8 @@ def sizes_of(
     """
     basis = None
     if any(isinstance(codec, Transform) for codec in codecs.values()):
-        basis = (
-            _of_file(basis_file, state) if basis_file is not None else _of_folder(model, Bases(basis_dir.expanduser()))
-        )
+        bases = Bases(expanded(basis_dir, "--basis-dir"))
+        basis = _of_file(basis_file, state) if basis_file is not None else _of_folder(model, bases)
     elif basis_file is not None:
         raise Refused(f"--basis {basis_file}: no codec needs one; add --codec transform")
     return {spec: StateSizes(state, _with(codec, basis, state)) for spec, codec in codecs.items()}
@@ -39,7 +38,7 @@ def _with(codec: Codec, basis: Basis | None, state: ModelState) -> Codec:
 
 def _of_file(file: Path, state: ModelState) -> Basis:
     try:
-        basis = read(file.expanduser())
+        basis = read(expanded(file, "--basis"))
     except BasisError as error:
         raise Refused(f"--basis {file}: {error}; give a file that prefixcache calibrate wrote") from error
     except OSError as error:

@@ -4,7 +4,6 @@ for, and returns all they tell as one JSON object.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from huggingface_hub import constants, try_to_load_from_cache
@@ -29,7 +28,7 @@ from prefixcache.cli.plan.facts import (
 from prefixcache.cli.plan.known_models import KNOWN_MODELS
 from prefixcache.cli.plan.options import DEFAULT_CODEC, KNOWN_NAMES, Assumed, FleetPlan, ModelOptions, TracePlan
 from prefixcache.cli.progress import bar
-from prefixcache.cli.text import Refused
+from prefixcache.cli.text import Refused, expanded
 from prefixcache.codecs.choice import as_codec
 from prefixcache.planning.advice import Link
 from prefixcache.planning.bound import best_at
@@ -145,7 +144,7 @@ def _model(name: str) -> ModelState:
     """Return the model of a path, of a known model, or of a Hugging Face name that was downloaded; the network is not
     asked.
     """
-    if name and Path(name).expanduser().exists():
+    if name and expanded(name, "--model").exists():
         return ModelState.read(name)
     if name.lower() in KNOWN_MODELS:
         return ModelState.of(KNOWN_MODELS[name.lower()], name.lower())

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from prefixcache.cli.text import expanded
+
 ADMIN_KEY = "PREFIXCACHE_ADMIN_KEY"
 
 
@@ -14,7 +16,7 @@ def admin_key_of(key: str | None, file: Path | None) -> bytes:
         raise ValueError("--admin-key with --admin-key-file: two keys; give one of them")
     if file is not None:
         try:
-            return _checked(f"--admin-key-file {file}", file.expanduser().read_text())
+            return _checked(f"--admin-key-file {file}", expanded(file, "--admin-key-file").read_text())
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or "not a text"
             raise ValueError(

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from prefixcache.cli.text import Refused
+from prefixcache.cli.text import Refused, expanded
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class TenantOptions:
 
 def _secret(option: str, file: Path) -> str:
     try:
-        secret = file.expanduser().read_text("utf-8").removesuffix("\n").removesuffix("\r")
+        secret = expanded(file, option).read_text("utf-8").removesuffix("\n").removesuffix("\r")
     except (OSError, UnicodeDecodeError) as error:
         raise Refused(
             f"{option} {file}: {getattr(error, 'strerror', None) or 'not UTF-8'}; name a file with it"

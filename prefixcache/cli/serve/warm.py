@@ -22,7 +22,7 @@ from prefixcache.cli.progress import bar
 from prefixcache.cli.running.admin_client import KeyFile
 from prefixcache.cli.running.warm import warm_live
 from prefixcache.cli.serve.cache_options import Flags, settings_from, with_settings
-from prefixcache.cli.text import Refused, complain, many, one_line
+from prefixcache.cli.text import Refused, complain, expanded, many, one_line
 from prefixcache.layers import CacheError
 from prefixcache.ranks.launcher import when_launcher_ends
 from prefixcache.servers.ending import Ending
@@ -57,7 +57,7 @@ class WarmOptions:
 
     @property
     def adapter(self) -> str | None:
-        return str(Path(self.adapter_path).expanduser()) if self.adapter_path is not None else None
+        return str(expanded(self.adapter_path, "--adapter-path")) if self.adapter_path is not None else None
 
 
 @with_settings

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -40,7 +41,7 @@ def check_model(args: argparse.Namespace) -> None:
             continue
         if not value:
             raise ServeError(f"{flag} is empty: give a folder, or leave it out")
-        folder = Path(value).expanduser()
+        folder = Path(os.path.expanduser(value))  # as it is where there is no such home
         local = flag == "--adapter-path" or value.count("/") != 1 or value.startswith(("/", ".", "~"))
         if local and not folder.is_dir():
             others = "" if flag == "--adapter-path" else " or a Hugging Face name"
