@@ -40,7 +40,7 @@ def explain(
     """
     with refusing():
         bodies = [_body(file) for file in (first, second)]
-        arguments = tokenizer.template_arguments()
+        arguments, rules = tokenizer.template_arguments(), text.rules()
         from prefixcache.servers.chat_messages import template_roles
         from prefixcache.servers.compared_prompts import RequestReader, compare
         from prefixcache.servers.request_schema import RequestRefused
@@ -48,13 +48,13 @@ def explain(
         loaded = load_tokenizer(model, model_folder(model), tokenizer.config())
         reader = RequestReader(loaded, template_roles(loaded), arguments)
         try:
-            compared = compare(reader, *bodies, rules=text.rules())
+            compared = compare(reader, *bodies, rules=rules)
         except (ValueError, RecursionError) as error:
             raise Refused(str(error) if isinstance(error, RequestRefused) else f"a request: {error}") from None
     if as_json:
         print_json(_facts(compared))
     else:
-        typer.echo("\n".join(_lines(compared, (first.name, second.name), text.rules())))
+        typer.echo("\n".join(_lines(compared, (first.name, second.name), rules)))
 
 
 def _body(file: Path) -> dict[str, Any]:

@@ -73,7 +73,7 @@ class CanonicalOptions:
     ] = None
 
     def rules(self) -> tuple[str, ...]:
-        """Return the names of the rules that are on. ValueError for one that there isn't."""
+        """Return the names of the rules that are on. Refused for one that there isn't."""
         from prefixcache.servers.canonical import EVERY_RULE
 
         if self.canonical_rules is None or not self.canonical:
@@ -81,7 +81,7 @@ class CanonicalOptions:
         names = [name.strip() for name in self.canonical_rules.split(",")]
         for name in names:
             if name not in EVERY_RULE:
-                raise ValueError(f"--canonical-rules {name!r}: no rule of that name; write {', '.join(EVERY_RULE)}")
+                raise Refused(f"--canonical-rules {name!r}: no rule of that name; write {', '.join(EVERY_RULE)}")
         return tuple(rule for rule in EVERY_RULE if rule in names)
 
 

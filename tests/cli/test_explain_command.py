@@ -116,7 +116,8 @@ def test_a_changing_header_is_named_by_its_rule(written, call):
     assert others.stdout == plain.stdout
     wrong = call("explain", *files, "--model", MODEL, "--canonical-rules", "headers,tools")
     assert (wrong.exit_code, wrong.stdout) == (2, "")
-    assert "--canonical-rules 'tools': no rule of that name; write headers, schemas, answers" in wrong.stderr
+    told = "prefixcache: --canonical-rules 'tools': no rule of that name; write headers, schemas, answers\n"
+    assert wrong.stderr == told
     facts = [
         json.loads(call("explain", *files, "--model", MODEL, "--json", *more).stdout)
         for more in ((), ["--no-canonical"])
