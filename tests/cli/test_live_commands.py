@@ -23,6 +23,7 @@ NOBODY = "http://127.0.0.1:1"
         (("clear", "--url", NOBODY), "add --yes where there is no terminal to ask"),
         (("clear", "--yes", "--url", "127.0.0.1:8080"), "not the address of a server; give a server's address"),
         (("clear", "--yes", "--url", "http://127.0.0.1:99999"), "--url http://127.0.0.1:99999"),
+        (("clear", "--yes", "--url", "http://127.0.0..1:80"), "http://127.0.0..1:80: "),
         (("clear", "--yes", "--url", NOBODY, "--no-salt", "--api-key-file", "x"), "--no-salt with the file of a salt"),
         (
             ("clear", "--yes", "--url", NOBODY, "--api-key-file", "/nowhere/x"),

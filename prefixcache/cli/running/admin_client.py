@@ -85,7 +85,7 @@ class AdminClient:
         except HTTPError as error:
             with error:
                 raise Refused(f"{self.name}: {_refusal(error)}") from None
-        except (URLError, HTTPException, OSError) as error:
+        except (URLError, HTTPException, OSError, UnicodeError) as error:
             reason = getattr(error, "reason", error) or type(error).__name__
             raise Refused(f"{self.name}: {reason}; is the server up, and --url its address?") from None
 
