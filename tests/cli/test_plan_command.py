@@ -761,6 +761,7 @@ def test_ladders_are_of_sizes_that_things_are_sold_in():
         (("--model", TINY, "--trace", "{trace}", "--ssd-admission", "never"), "write always, second"),
         (("--model", TINY, "--ram", "8GB"), "--ram without --trace: nothing is simulated; add --trace FILE"),
         (("--model", TINY, "--lease-tokens", 5), "--lease-tokens without --trace"),
+        (("--model", TINY, "--trace", "{trace}", "--lease", "inf", "--json"), "--lease inf: not possible; give 0, or"),
         (("--model", TINY, "--ssd-rate", "0"), "--ssd-rate 0: nothing would ever arrive; give a size"),
         (("--model", TINY, "--decode-rate", "-1GB"), "not a size"),
         (("--model", TINY, "--tbw", "0"), "--tbw 0: "),

@@ -247,7 +247,7 @@ class TraceOptions:
             policies,
             admissions,
             hots or ["auto"],
-            self.lease,
+            _positive("--lease", self.lease, or_zero=True),
             self.lease_tokens,
             fleet,
         )
