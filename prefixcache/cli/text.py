@@ -20,7 +20,7 @@ from rich.text import Text
 
 from prefixcache.byte_sizes import size as size
 
-_PASSWORD = re.compile(r"([a-z0-9+]+:/+)[^/\s@]*@", re.IGNORECASE)  # of a URL, whose path has one slash
+_PASSWORD = re.compile(r"([a-z0-9+]+:/+)[^/\s]*@", re.IGNORECASE)  # of a URL, whose path has one slash
 _LEFT_OUT = r"\1...@"
 PIPE_WIDTH = 120  # columns where there is no terminal to ask and COLUMNS is not set
 

@@ -57,7 +57,8 @@ def test_words():
 
 
 @pytest.mark.parametrize(
-    "quoted", ["valkey://:S3CR3T@host/x", "valkey:/user:S3CR3T@host", "/home/valkey:/:S3CR3T@host"]
+    "quoted",
+    ["valkey://:S3CR3T@host/x", "http://me:p@S3CR3T@host/x", "valkey:/user:S3CR3T@host", "/home/valkey:/:S3CR3T@host"],
 )
 def test_complaints_quote_no_password(quoted, capsys):
     complain(f"{quoted}: no such directory")
