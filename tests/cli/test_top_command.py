@@ -36,6 +36,7 @@ from prefixcache.metrics.prometheus import CONTENT_TYPE, CacheCollector, render
 from prefixcache.servers.cold_requests import ColdRequests
 from prefixcache.servers.prompt_parts import MESSAGE, SYSTEM, Part
 from prefixcache.tiers.parting import NO_STATE, PARTED, Parting
+from tests.remote.servers import free_port
 from tests.servers.serving import wait_for
 
 TOKENS = [TOKEN + i for i in range(1000)]
@@ -273,6 +274,14 @@ def test_cold_requests_are_shown_by_their_parts_and_the_last_one_by_its_place(ca
     assert (seen["requests"], seen["meanwhile"], seen["parts"]) == (4, 1, {"message": 3, "system": 1})
     last = {"tokens": 9_000, "hit": 20, "position": 3_000, "message": 3, "messages": 12}
     assert seen["last"] == {"part": "message", "reason": "no_state", **last}
+
+
+def test_a_server_on_this_machine_is_asked_through_no_proxy(cache, monkeypatch):
+    monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{free_port()}")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    with serving(lambda: render(CacheCollector(cache))) as served:
+        assert WatchedServer(served.url).look()["up"]
 
 
 def test_nobody_there_with_once_is_told(call):
