@@ -32,6 +32,11 @@ def test_the_name_before_the_at_is_enough_where_one_model_has_it(call, models, n
     assert {share["model"] for share in pruned["shares"]} == {model}
 
 
+def test_of_one_model_the_rest_on_disk_is_of_the_others_too(call, models):
+    assert "the rest other models, folders and the lock" in call("inspect", models, "--model", PLAIN).stdout
+    assert "the rest folders and the lock" in call("inspect", models).stdout
+
+
 def test_without_a_model_all_are_shown(call, models):
     assert shown(call, models) == sorted((OLD, NEW, OTHER, PLAIN))
 

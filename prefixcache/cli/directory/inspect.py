@@ -78,7 +78,7 @@ def inspect(
     if as_json:
         print_json(facts)
     else:
-        _show(console(), facts, None if everything else ROWS)
+        _show(console(), facts, None if everything else ROWS, of_model=model is not None)
     raise typer.Exit(1 if facts["problem"] else 0)
 
 
@@ -120,8 +120,8 @@ def _show_kernels(as_json: bool) -> None:
     console().print(f"transform, gpu: {gpu_transform()}")
 
 
-def _show(out: Console, facts: Facts, limit: int | None) -> None:
-    out.print(_summary(facts))
+def _show(out: Console, facts: Facts, limit: int | None, *, of_model: bool) -> None:
+    out.print(_summary(facts, of_model=of_model))
     if facts["namespaces"]:
         out.print(_namespaces(facts, limit))
         out.print(
@@ -134,7 +134,7 @@ def _show(out: Console, facts: Facts, limit: int | None) -> None:
         out.print(_tmp(facts, limit))
 
 
-def _summary(facts: Facts) -> Table:
+def _summary(facts: Facts, *, of_model: bool) -> Table:
     totals = facts["totals"]
     table = named_rows()
     table.add_row("directory", foreign(facts["directory"]))
@@ -147,8 +147,10 @@ def _summary(facts: Facts) -> Table:
         f"index {size(facts['index_bytes'])}",
         f"quarantine {size(totals['quarantine']['disk'])}" if facts["quarantine"] else "",
     ]
-    rest = "folders and the lock" if not facts["problem"] else "images, folders and the lock"
-    table.add_row("on disk", f"{size(facts['disk'])}: {', '.join(filter(None, parts))}, the rest {rest}")
+    rest = "images, " if facts["problem"] else "other models, " if of_model else ""
+    table.add_row(
+        "on disk", f"{size(facts['disk'])}: {', '.join(filter(None, parts))}, the rest {rest}folders and the lock"
+    )
     if not facts["problem"]:
         images = sum(totals[kind]["images"] for kind in KINDS)
         content = (
