@@ -99,7 +99,9 @@ class RemoteTier:
             self._offer(slot)
 
     def _offer(self, slot: Slot) -> None:
-        """Queue an image to be sent. What is worth sending is worth keeping: it goes to the SSD first, where there is one."""
+        """Queue an image to be sent. What is worth sending is worth keeping: it goes to the SSD first, where there is one that
+        takes it.
+        """
         below = self._storage.lower.spill_tier
         if self._has(slot) or not self._uploads.takes(slot):
             return
@@ -107,8 +109,8 @@ class RemoteTier:
             self._uploads.add(slot)
             return
         slot.remote_at = TO_BE_SENT  # `offer_written` hears when it is durable
-        if not slot.pending:
-            below.spill(slot)
+        if not slot.pending and not below.spill(slot):
+            self._uploads.add(slot)
 
     def _has(self, slot: Slot) -> bool:
         """Tell whether the engine is believed to have an image. After a while it is asked again: an engine that evicts by use

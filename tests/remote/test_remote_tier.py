@@ -99,6 +99,18 @@ def test_with_an_ssd_an_image_is_durable_there_before_it_leaves(machine, engine,
     assert min(files.values()) >= 1
 
 
+@pytest.mark.parametrize("admission", ["second", "always"])
+def test_what_the_ssd_has_no_room_for_leaves_all_the_same(machine, engine, tmp_path, admission):
+    """Others have filled its disk, say."""
+    cache = machine(ssd_dir=tmp_path / "a", ssd=10_000, remote_admission=admission)
+    put(cache, LONG)
+    if admission == "second":
+        got(cache, LONG)
+    cache.flush(10)
+    sent(cache)
+    assert len(rows_of(engine)) == 3
+
+
 def test_with_an_ssd_the_windows_that_another_machine_needs_leave_at_the_first_hit(machine, tmp_path):
     cache = machine(ssd_dir=tmp_path / "a", ssd=100_000_000)
     for end in (256, 512, 600):
