@@ -74,7 +74,10 @@ def add_hot(
         state = make()
         ids = np.frombuffer(prompt.token_bytes, "<i8")
         with storage.lock:
-            is_kept = storage.hot.add(HotPrompt(namespace.row.root, ids, state), reservation)
+            hot = HotPrompt(namespace.row.root, ids, state)
+            if _stored(storage, namespace, hot) < len(ids):
+                return 0  # deleted meanwhile
+            is_kept = storage.hot.add(hot, reservation)
     return nbytes if is_kept else 0
 
 

@@ -260,6 +260,18 @@ def test_what_is_deleted_is_not_hot_any_longer(cache, delete):
     assert cache.fetch(LONG, model="m")[0] is None
 
 
+def test_what_is_deleted_while_it_becomes_hot_is_not_hot(cache, monkeypatch):
+    def meanwhile(*args: Any) -> HotState:
+        monkeypatch.undo()
+        cache.remove(LONG, model="m")
+        return HotState.of(*args)
+
+    cache.store(asked := cache.prompt(LONG, model="m"), live := states.uneven(LONG), write_back_from=0)
+    monkeypatch.setattr(HotState, "of", meanwhile)
+    assert cache.keep_hot(asked, live) == 0
+    assert cache.stats().hot_prompts == cache.stats().ram_hot == 0
+
+
 def test_hot_prompts_leave_before_any_image():
     with PrefixCache(ram="1MB", hot="500kB", codec="raw", memory_reserve=0) as cache:
         seed = 0
