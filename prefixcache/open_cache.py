@@ -294,5 +294,5 @@ def _of_rank(settings: Settings, ranks: Ranks) -> Settings:
 def usable_memory() -> int:
     """Return the bytes that "auto" takes a share of: on a Mac Metal's recommended working set, else the machine's memory."""
     if mx.metal.is_available():
-        return int(mx.metal.device_info()["max_recommended_working_set_size"])
+        return int(mx.device_info(mx.gpu)["max_recommended_working_set_size"])
     return machine_memory()

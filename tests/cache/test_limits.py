@@ -8,9 +8,11 @@ import re
 import threading
 import weakref
 
+import mlx.core as mx
 import pytest
 
 from prefixcache import PrefixCache, memory
+from prefixcache.open_cache import usable_memory
 from prefixcache.tiers.memory_pressure import LEAST, Pressure
 from tests.inside import inside
 from tests.models import states
@@ -395,6 +397,14 @@ def test_the_limit_of_a_service_and_of_its_slice_is_heeded(tmp_path, monkeypatch
     (group / "memory.stat").write_text(f"anon 1\n{cached} 300000\n")
     assert memory.machine_memory() == 5_000_000
     assert memory.available_memory() == 1_300_000
+
+
+def test_on_a_mac_metals_working_set_is_asked_for_by_the_name_that_stays(monkeypatch):
+    told = {mx.gpu: {"max_recommended_working_set_size": 5_000_000}}
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    monkeypatch.setattr(mx, "device_info", told.get)
+    monkeypatch.delattr(mx.metal, "device_info")  # it says at each call that it will go
+    assert usable_memory() == 5_000_000
 
 
 # -- odd tokens and clocks --------------------------------------------------------------------------------------------
