@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -46,7 +47,7 @@ class Restorer:
         """Make these layers. DamagedBlock where a block's codes can't be decoded."""
         restored = []
         for number in numbers:
-            first = self._plan.layer_of.index(number)
+            first = bisect_left(self._plan.layer_of, number)  # a list may have no leaf
             restored.append(self._layer(self._plan.layers[number], iter(range(first, len(self._plan.leaves)))))
         self._rows.check()
         return restored

@@ -172,6 +172,12 @@ def test_lists_of_caches_mix_kinds_and_nest(cache):
     assert made[1][0].values.shape[-1] == 16
 
 
+def test_a_list_without_caches_comes_back_wherever_it_stands(cache):
+    made = round_trip(cache, [CacheList(), filled(KVCache()), CacheList(), CacheList(CacheList())])
+    assert [type(layer) for layer in made] == [CacheList, KVCache, CacheList, CacheList]
+    assert (made[0].caches, made[2].caches, made[3][0].caches) == ((), (), ())
+
+
 def test_zero_width_values_come_back(cache):
     live = KVCache()
     live.update_and_fetch(random(1, 1, 600, 64), mx.zeros((1, 1, 600, 0), mx.float16))
