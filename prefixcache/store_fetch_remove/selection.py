@@ -51,13 +51,13 @@ def selected_namespaces(namespaces: list[NamespaceRow], selection: Selection) ->
 
 
 def model_meant(name: str, models: Iterable[str]) -> str:
-    """Return the one of `models` that `name` means: itself, or the one of `name@hash`, as `model_identity` names models.
-    Raises NoSuchNamespace, which lists them, if there is none or there are several.
+    """Return the one of `models` that `name` means: itself, the one of `name@hash`, as `model_identity` names models, or the
+    one of `name|part`, as ranks do. Raises NoSuchNamespace, which lists them, if there is none or there are several.
     """
     known = sorted(set(models))
     if name in known:
         return name
-    namesakes = [model for model in known if model.partition("@")[0] == name]
+    namesakes = [model for model in known if name in (model.partition("@")[0], model.partition("|")[0])]
     if len(namesakes) == 1:
         return namesakes[0]
     if namesakes:

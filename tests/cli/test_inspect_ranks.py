@@ -44,6 +44,13 @@ def test_as_json_each_rank_is_as_it_would_be_alone(ranks):
     assert [{**rank, "now": 0} for rank in told["ranks"]] == expected
 
 
+@pytest.mark.parametrize("name", ["big", "big@12"])
+def test_a_model_is_named_as_it_stands_there(ranks, name):
+    shown = call("inspect", ranks, "--model", name)
+    assert (shown.exit_code, "rank 10" in shown.stdout) == (0, True)
+    assert call("prune", ranks / "rank-1", "--model", name, "--dry-run").exit_code == 0
+
+
 def test_one_rank_that_cannot_be_read_is_told(ranks):
     (ranks / "rank-1" / "index.db").write_bytes(b"no index" * 100)
     shown = call("inspect", ranks)
