@@ -74,7 +74,8 @@ class Ram:
         if hot.budget.room + hot.nbytes < nbytes:
             return None
         while hot.nbytes + nbytes > hot.limit or hot.budget.room < nbytes:
-            hot.evict()
+            if not hot.evict():  # others reserved meanwhile
+                return None
         return hot.budget.reserve(nbytes)
 
     def trim(self, nbytes: int, wait: float) -> int:
