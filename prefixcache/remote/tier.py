@@ -99,8 +99,8 @@ class RemoteTier:
             self._offer(slot)
 
     def _offer(self, slot: Slot) -> None:
-        """Queue an image to be sent. What is worth sending is worth keeping: it goes to the SSD first, where there is one that
-        takes it.
+        """Queue an image to be sent. What is worth sending is worth keeping: it goes to the SSD first, where one takes
+        it.
         """
         below = self._storage.lower.spill_tier
         if self._has(slot) or not self._uploads.takes(slot):
