@@ -266,6 +266,8 @@ def test_tools_with_a_schema_are_the_chats_and_others_are_left_out():
         ({"tool_choice": {"type": "none"}}, {"tool_choice": "none"}),
         ({"output_config": {"effort": "low"}}, {"chat_template_kwargs": {"reasoning_effort": "low"}}),
         ({"stop_sequences": ["a"], "top_k": 3}, {"stop": ["a"], "top_k": 3}),
+        ({"stop": "a"}, {"stop": ["a"]}),
+        ({"stop": "a", "stop_sequences": ["b"]}, {"stop": ["b"]}),
         ({"stream": True}, {"stream": True, "stream_options": {"include_usage": True}}),
         ({"thinking": {"type": "adaptive"}}, {"chat_template_kwargs": {"enable_thinking": True}}),
         ({"thinking": {"type": "enabled", "budget_tokens": 9}}, {"chat_template_kwargs": {"enable_thinking": True}}),

@@ -122,6 +122,8 @@ def test_what_is_sampled_by_goes_through_and_what_is_the_responses_own_does_not(
         "chat_template_kwargs": {"reasoning_effort": "low"},
         "tool_choice": "none",
     }
+    assert API.chat_request({"input": "x", "max_tokens": 7})["max_tokens"] == 7
+    assert API.chat_request({"input": "x", "max_tokens": 7, "max_output_tokens": 5})["max_tokens"] == 5
     chat = API.chat_request({"input": "x", "reasoning": {"effort": "none"}})
     assert chat["chat_template_kwargs"] == {"enable_thinking": False}
 

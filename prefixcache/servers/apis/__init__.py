@@ -21,13 +21,14 @@ assert set(ChatRequest.model_fields) > PASSED_ON
 
 
 def as_chat(asked: Json, **meant: Any) -> Json:
-    """Return a chat request: the fields that are passed on as they are, and those that are `meant`, but for None. A streamed
-    one asks for its usage.
+    """Return a chat request: those fields that are `meant`, but for None, and the others that are passed on as they are. A
+    streamed one asks for its usage.
     """
-    chat = {name: asked[name] for name in PASSED_ON & asked.keys()} | meant
+    chat = {name: asked[name] for name in PASSED_ON & asked.keys()}
+    chat |= {name: value for name, value in meant.items() if value is not None}
     if chat.get("stream"):
         chat["stream_options"] = {"include_usage": True}
-    return {name: value for name, value in chat.items() if value is not None}
+    return chat
 
 
 def objects(value: Any) -> list[Json]:
