@@ -39,7 +39,7 @@ class RequestLog:
         self.parting: Parting | None = None  # of a cold request
         self._context: Any = None
         self._waits_since: float | None = None
-        self._begun = self._first = self._last = 0.0
+        self._begun = self._first = 0.0
 
     def wait_for_ssd(self, remote: bool) -> None:
         """Hear that the request is deferred until the SSD, and with `remote` the remote tier, have answered."""
@@ -59,8 +59,7 @@ class RequestLog:
         if isinstance(answer, upstream.GenerationContext):
             self._context, self._begun = answer, time.monotonic()
         elif isinstance(answer, upstream.Response):
-            self._last = time.monotonic()
-            self._first = self._first or self._last
+            self._first = self._first or time.monotonic()
             self.tokens.append(answer.token)
             self.end = answer.finish_reason or self.end
 
