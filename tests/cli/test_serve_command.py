@@ -12,6 +12,7 @@ from mlx_lm import server as upstream
 
 from prefixcache import PrefixCache, Settings
 from prefixcache.servers.errors import ServeError
+from prefixcache.servers.mlx_lm.arguments import check_model, read_flags
 from tests.models.families import MLX_LM_0_31
 from tests.servers.forked import run
 from tests.servers.serving import save_adapter, save_model, serve, starting, text
@@ -118,6 +119,13 @@ def test_the_help_names_its_own_flags_and_leads_to_mlx_lms(call):
 )
 def test_what_cant_be_served_is_told_in_one_line(call, model, flags, told):
     assert told in refused_here(call, "--model", model, *flags)
+
+
+def test_a_folder_in_a_home_is_loaded_by_its_whole_path(model, monkeypatch):
+    monkeypatch.setenv("HOME", str(model.parent))
+    args = read_flags([f"--model=~/{model.name}"])  # as a unit of systemd or a shell leaves it
+    check_model(args)
+    assert args.model == str(model)
 
 
 @pytest.mark.parametrize(

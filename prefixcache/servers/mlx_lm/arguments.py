@@ -31,12 +31,11 @@ def read_flags(flags: Sequence[str]) -> argparse.Namespace:
 
 
 def check_model(args: argparse.Namespace) -> None:
-    """Name a folder that isn't there, by ServeError, before anything is loaded or downloaded."""
-    for flag, value in (
-        ("--model", args.model),
-        ("--draft-model", args.draft_model),
-        ("--adapter-path", args.adapter_path),
-    ):
+    """Name a folder that isn't there, by ServeError, before anything is loaded or downloaded; one of a home gets its whole
+    path, since mlx-lm takes a ~ for a Hugging Face name.
+    """
+    for name in ("model", "draft_model", "adapter_path"):
+        flag, value = f"--{name.replace('_', '-')}", getattr(args, name)
         if value is None:
             continue
         if not value:
@@ -49,3 +48,5 @@ def check_model(args: argparse.Namespace) -> None:
         config = "adapter_config.json" if flag == "--adapter-path" else "config.json"
         if folder.is_dir() and not (folder / config).is_file():
             raise ServeError(f"{flag} {value}: the folder has no {config}; give the folder that has it")
+        if value.startswith("~"):
+            setattr(args, name, str(folder))
