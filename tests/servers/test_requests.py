@@ -120,6 +120,14 @@ def arguments(max_tokens: int, model: str = "default_model", seed: int | None = 
     )
 
 
+def test_a_model_below_the_home_folder_may_be_named_by_a_tilde(model, monkeypatch):
+    """A shell leaves it in `--model=~/model`, and a service has no shell."""
+    monkeypatch.setenv("HOME", str(model.parent))
+    with PrefixCache(ram="50MB") as cache, generating(cache, "--model", f"~/{model.name}") as generator:
+        assert generator.failure is None
+        assert Asked(generator, user("hello")).answered().tokens
+
+
 # -- the budget of time, the queue of answers -------------------------------------------------------------------------
 
 

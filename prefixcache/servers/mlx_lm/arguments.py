@@ -27,6 +27,9 @@ def read_flags(flags: Sequence[str]) -> argparse.Namespace:
     args = parse_flags(Flags, flags)
     if args is None:
         raise ServeError("this release of mlx-lm reads its flags another way; install mlx-lm 0.31.3 or 0.32")
+    for name in ("model", "draft_model", "adapter_path"):
+        if folder := getattr(args, name):
+            setattr(args, name, os.path.expanduser(folder))  # a shell leaves the tilde in --model=~/model
     return args
 
 
@@ -40,7 +43,7 @@ def check_model(args: argparse.Namespace) -> None:
             continue
         if not value:
             raise ServeError(f"{flag} is empty: give a folder, or leave it out")
-        folder = Path(os.path.expanduser(value))  # as it is where there is no such home
+        folder = Path(value)
         local = flag == "--adapter-path" or value.count("/") != 1 or value.startswith(("/", ".", "~"))
         if local and not folder.is_dir():
             others = "" if flag == "--adapter-path" else " or a Hugging Face name"
