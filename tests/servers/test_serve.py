@@ -21,6 +21,7 @@ import pytest
 import requests
 
 from prefixcache import PrefixCache
+from prefixcache.servers.mlx_lm.lifetime import url_of
 from prefixcache.servers.mlx_lm.model_list import downloaded
 from tests.models.families import MLX_LM_0_31
 from tests.servers.serving import (
@@ -270,6 +271,12 @@ def test_metrics_agree_with_what_was_asked(served):
     assert sum(answer.computed for answer in answers) - 6 <= new <= sum(a.computed + a.generated for a in answers)
     held = sum(value for name, value in after.items() if name.startswith("prefixcache_ram_bytes"))
     assert 0 < held <= after["prefixcache_ram_peak_bytes"] <= after["prefixcache_ram_limit_bytes"] == 200e6
+
+
+@pytest.mark.parametrize(("host", "url"), [("127.0.0.1", "http://127.0.0.1:8080"), ("::1", "http://[::1]:8080")])
+def test_the_url_that_a_server_tells_is_one(host, url):
+    assert url_of(host, 8080) == url
+    assert requests.Request("GET", url).prepare().url == f"{url}/"
 
 
 def test_health_models_and_unknown_paths_are_mlx_lms(served, models):

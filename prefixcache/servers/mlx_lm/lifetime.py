@@ -61,7 +61,7 @@ def run(server: HttpServer, generator: Generator, ending: Ending, stats_at_open:
     thread = threading.Thread(target=server.serve_forever, args=(POLL,), name="prefixcache-http", daemon=True)
     thread.start()
     host, port = server.server_address[:2]
-    log.info("serving at http://%s:%d", host, port)
+    log.info("serving at %s", url_of(str(host), port))
     while not ending.asked.wait(POLL):
         if not generator.thread.is_alive():
             raise ServeFailed(died(generator))
@@ -70,6 +70,11 @@ def run(server: HttpServer, generator: Generator, ending: Ending, stats_at_open:
     until = time.monotonic() + options.grace
     while time.monotonic() < until and server.replying:
         time.sleep(POLL)
+
+
+def url_of(host: str, port: int) -> str:
+    """Return the URL of a server at this address."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def is_ready(generator: Generator, ending: Ending) -> bool:
