@@ -33,7 +33,8 @@ ALIVE, END, ASK, MEET = "alive", "end", "ask", "meet"
 
 
 class Watch:
-    """One rank's end of the lines. Call `step` at each step of the thread that generates, `step_may_take_long` where it waits for work.
+    """One rank's end of the lines. Call `step` at each step of the thread that generates, and `step_may_take_long` where it
+    waits for work.
 
     `on_end(reason)`: called once, on a thread of the watch, when another rank has ended, or none goes on; `reason` is ""
     where rank 0 ended in order. `on_ask`: on rank 0, when another rank was asked to end.
