@@ -336,7 +336,7 @@ def replay(
             prompt = machine.prompt(prompts.token_bytes(request))
             machine.rest(request.time)
             seconds = request.time  # of a trace it begins at 0
-            if request.call != "store" and len(prompt):
+            if request.call != "store" and request.tokens:
                 before = machine.given_so_far()
                 hit.append(machine.fetch(prompt))
                 asked.append(request.tokens)

@@ -355,6 +355,13 @@ def test_recorded_calls_look_up_and_store_by_themselves():
     assert outcome.served.seconds == 2.0
 
 
+def test_a_prompt_that_the_trace_gives_no_id_was_asked_for_too():
+    """Some traces give a tail no id: a prompt shorter than a block then has none."""
+    asked = [Request(0.0, 300, 1, ()), Request(1.0, 1100, 1, (1, 2)), Request(2.0, 1100, 1, (1, 2))]
+    served = simulate(asked, ModelState.of(PLAIN), as_codec("raw"), Cell(GB), block=512).served
+    assert (served.asked.tolist(), served.hit.tolist()) == ([300, 1100, 1100], [0, 0, 1023])
+
+
 def test_ram_so_small_that_nothing_of_the_first_prompts_reaches_the_ssd_is_simulated():
     state, codec = ModelState.of(PLAIN, name="tiny"), as_codec("turboquant:4")
     for ram in (20_000, 60_000, 250_000):
