@@ -8,7 +8,6 @@ waits, whether it is given up, and when the server ends.
 from __future__ import annotations
 
 import copy
-import logging
 import pickle
 import secrets
 import threading
@@ -32,8 +31,6 @@ from prefixcache.servers.mlx_lm.turns import WAKE, Requests, Turns
 from prefixcache.servers.mlx_lm.upstream import Loop, ModelKey, has_images
 from prefixcache.servers.request_schema import RequestRefused
 from prefixcache.upstream import any_backend, download, known_options
-
-log = logging.getLogger("prefixcache")
 
 SMALL_FILES = ["*.json", "*.py", "tokenizer.model", "*.tiktoken", "tiktoken.model", "*.txt", "*.jsonl", "*.jinja"]
 POLL = 0.005  # seconds that rank 0 waits for a request while others are deferred
