@@ -10,7 +10,12 @@ from datetime import datetime, timezone
 from typing import Any
 
 _OWN = {*vars(logging.makeLogRecord({})), "message", "asctime"}  # what any record has
-_BODIES = ("JSONDecodeError:", "Invalid Request Body:")  # mlx-lm's errors that quote a request
+_BODY = "the request's body is not as it must be"
+_QUOTES = {  # how mlx-lm's lines begin that quote a request or an answer, and what they say in place of it
+    "JSONDecodeError:": _BODY,
+    "Invalid Request Body:": _BODY,
+    "Failed to parse tool call": "of an answer, which was likely cut off",
+}
 _SERVER = "mlx_lm/server.py"
 
 
@@ -49,11 +54,11 @@ def _plain(value: Any) -> Any:
 
 
 def quotes_nothing(record: logging.LogRecord) -> bool:
-    """Take the request's body out of mlx-lm's errors, and refuse its DEBUG lines, which quote all. A filter."""
+    """Take what requests and answers say out of mlx-lm's lines, and refuse its DEBUG lines, which quote all. A filter."""
     if record.pathname.replace("\\", "/").endswith(_SERVER):
         if record.levelno <= logging.DEBUG:
             return False
-        for head in _BODIES:
+        for head, said in _QUOTES.items():
             if isinstance(record.msg, str) and record.msg.startswith(head):
-                record.msg, record.args = f"{head} the request's body is not as it must be", ()
+                record.msg, record.args = f"{head} {said}", ()
     return True

@@ -89,6 +89,8 @@ def test_mlx_lms_lines_are_kept_without_the_bodies_that_they_quote():
         assert kept is not None
         assert "SECRET" not in kept
         assert kept.startswith(head.partition(":")[0])
+    call = "Failed to parse tool call (ValueError: Could not parse tool call from: SECRET) — tool text was likely truncated"
+    assert passed(call, logging.WARNING, theirs) == "Failed to parse tool call of an answer, which was likely cut off"
     assert passed("Incoming Request Body: SECRET", logging.DEBUG, theirs) is None
     assert passed("Prompt Cache: 3 sequences, 0.00 GB", logging.INFO, theirs) == "Prompt Cache: 3 sequences, 0.00 GB"
     assert (
