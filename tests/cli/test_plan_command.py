@@ -350,8 +350,8 @@ def test_hot_prompts_have_shares_of_the_ram_that_is_advised(planned):
     assert [cell["hot"] for cell in cells] == [0, 5_000_000, "auto", 20_000_000]
     assert [cell["hot_bytes"] for cell in cells] == [0, 5_000_000, 10_000_000, 20_000_000]
     rates = [cell["hot_hit_rate"] for cell in cells]
-    assert rates == sorted(rates)
-    assert 0 == rates[0] < rates[-1] == cells[best]["hot_hit_rate"] <= cells[best]["ram_hit_rate"]
+    assert 0 == rates[0] < min(rates[1:])  # a share that long prompts don't fit may keep more of short ones
+    assert max(rates) == rates[-1] == cells[best]["hot_hit_rate"] <= cells[best]["ram_hit_rate"]
     assert len({cell["hit_rate"] for cell in cells}) == 1
     means = [cell["ttft"][0]["mean"] for cell in cells]
     assert means[best] == min(means)
