@@ -200,7 +200,7 @@ def discard_damaged(storage: Storage, prompt: Prompt, stored: StoredPrompt, dama
     damaged = next(block.images for block in stored.blocks if block.start == damage.start)
     with storage.lock:
         for namespace in prompt.namespaces():
-            for node in prompt.walk(namespace).nodes:
+            for node in prompt.deepest_in(namespace, RAM, stored.tokens).walk.nodes:  # the hit's way, not the prompt's
                 slots = [slot for slot in node.slots if any(slot.image is image for image in damaged)]
                 if slots:
                     log.warning("%s; it is deleted", damage)

@@ -193,6 +193,19 @@ def test_every_fetch_takes_damage_for_a_miss(root, model, change, whole_blocks):
         assert cache.stats().counters.corrupt == 1
 
 
+def test_damage_beside_a_block_that_shares_more_and_is_on_the_ssd_is_a_miss(root, model):
+    changed(root, model, 1, CHANGES["random words"])
+    other = TOKENS[:406] + prompt(106, 9)
+    with opened(root) as cache:
+        cache.store(other, model.prefill(other), model=model.identity)
+        settled(cache, root)
+        cache.trim_to(0)
+        assert cache.promote(TOKENS, model=model.identity).result(30) == LENGTH
+        assert cache.match(other[:450], model=model.identity) == (406, 450)
+        assert depth(cache, model, other[:450]) == 256
+        assert cache.stats().counters.corrupt == 1
+
+
 @pytest.mark.parametrize("change", FEW)
 def test_a_lookup_says_which_block_is_damaged_and_a_fetch_deletes_it(root, model, change):
     changed(root, model, 1, CHANGES[change])
