@@ -29,6 +29,8 @@ def remove(storage: Storage, prompt: Prompt) -> int:
                 # Part of a block is another prompt's, but where only a state makes a boundary.
                 if walk.partial is None or walk.tree.snapshots:
                     freed += _remove_blocks(storage, walk.nodes[-1])
+                elif (tail := _tail_beside(storage, walk.partial, prompt)) is not None:
+                    freed += _remove_blocks(storage, tail)
             elif unindexed and walk.path and walk.partial is None:  # the end of it was not indexed
                 freed += _remove_blocks(storage, walk.path[-1])
             freed += unindexed
@@ -80,6 +82,12 @@ def _remove_blocks(storage: Storage, node: Node) -> int:
         freed += sum(storage.lower.discard(slot) for slot in [*node.windows, node.rows] if slot is not None)
         node = parent
     return freed
+
+
+def _tail_beside(storage: Storage, block: Node, prompt: Prompt) -> Node | None:
+    """Return the tail that ends with a prompt, beside a block that begins with the same tokens; None where there is none."""
+    assert block.parent is not None
+    return storage.graph.child(block.parent, prompt.token_bytes[block.start * TOKEN_BYTES :])
 
 
 def _remove_unindexed(storage: Storage, tier: TierInGraph, prompt: Prompt, namespace: Namespace) -> int:

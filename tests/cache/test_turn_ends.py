@@ -128,6 +128,21 @@ def test_it_comes_back_from_the_ssd(tmp_path):
         assert hit(cache, [*PROMPT, 7, 8]) == 600
 
 
+@pytest.mark.parametrize("in_ram", [True, False])
+def test_it_is_removed_with_its_prompt(tmp_path, in_ram):
+    """Also where RAM has the answer's block, which begins alike, and the SSD alone has the tail."""
+    with PrefixCache(ram="20MB", codec=CODEC, ssd_dir=tmp_path / "ssd", ssd="50MB") as cache:
+        store(cache, "every token", turn_end=600, thought=6)
+        assert cache.flush(30)
+        if not in_ram:
+            cache.trim_to(cache.stats().ram_held - 1)
+        assert [node.rows.image is not None for node in nodes(cache) if node.ends] == [in_ram]
+        assert cache.remove(PROMPT, model="m") > 0
+        assert [(node.start, node.end) for node in nodes(cache)] == [(0, 256), (256, 512), (512, 768), (768, 900)]
+        assert hit(cache, [*PROMPT, *[6] * 300]) == 899
+        cache.check_integrity()
+
+
 @pytest.mark.parametrize("same", [False, True])
 @pytest.mark.parametrize("more", [100, 400])
 def test_the_next_turn_takes_its_place(same, more):
