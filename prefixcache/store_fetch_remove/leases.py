@@ -86,6 +86,8 @@ class Leases:
             if deepest is None or deepest.depth == 0:
                 return 0
             slots = required_images(deepest.walk, deepest.depth, storage.graph.last)
+            if not self._may_take(slots):
+                return 0
             root, until = deepest.namespace.row.root, self.clock() + min(seconds, LONGEST)
             lease = Lease(root, deepest.depth, until, prompt.terms.session, slots, _ends(slots))
             covered = [other for other in self._leases if _covers(lease, other)]
@@ -94,7 +96,7 @@ class Leases:
             self._keep_within_share(lease.root)
             storage.spilling.write_through(reversed(slots))
             self._note_change()
-            return lease.tokens if lease in self._leases else 0
+            return lease.tokens
 
     def listed(self) -> list[Leased]:
         with self._storage.lock:
@@ -150,6 +152,10 @@ class Leases:
     def _end_over(self) -> None:
         now, is_attached = self.clock(), self._storage.graph.is_attached
         self._end([lease for lease in self._leases if lease.until <= now or not is_attached(lease.slots[0])])
+
+    def _may_take(self, slots: Iterable[Slot]) -> bool:
+        """Tell whether a tenant's share has room for these where nothing else is leased; else all would end for them."""
+        return sum(slot.nbytes for slot in slots) <= _budget(self._storage) * self._storage.settings.lease_share
 
     def _keep_within_share(self, root: bytes) -> None:
         """End the oldest leases of a tenant that has more than its share, and of all tenants where all have too much."""
@@ -210,7 +216,12 @@ class Leases:
             for entry in _entries_of(note):
                 ends = [self._storage.graph.slots.get((kind, bytes.fromhex(key))) for kind, key in entry["ends"]]
                 kept = {slot: None for end in ends if end is not None for slot in (end, *dependencies(end))}
-                if not kept or None in ends or len({root_of(slot).key for slot in kept}) > 1:
+                if (
+                    not kept
+                    or None in ends
+                    or len({root_of(slot).key for slot in kept}) > 1
+                    or not self._may_take(kept)
+                ):
                     continue
                 slots = sorted(kept, key=lambda slot: rank(slot)[1:])
                 until = min(entry["until"] - ahead, self.clock() + LONGEST)

@@ -127,6 +127,17 @@ def test_beyond_a_tenants_share_its_oldest_lease_ends(opened):
     assert cache.leased()[-1].tokens == 700
 
 
+@pytest.mark.parametrize("salt", [b"", b"another"])
+def test_what_is_larger_than_a_tenants_share_ends_no_lease(opened, salt):
+    cache = opened(lease_share=0.1)
+    put(cache, KEPT)
+    assert cache.lease(KEPT, model="m", ttl=HALF_HOUR) == 600
+    large = states.prompt(1, 6000)
+    put(cache, large, salt=salt)
+    assert cache.lease(large, model="m", salt=salt, ttl=HALF_HOUR) == 0
+    assert [leased.tokens for leased in cache.leased()] == [600]
+
+
 def test_all_tenants_together_lease_no_more_than_half(opened):
     cache = opened()
     for seed in range(40):
