@@ -71,17 +71,18 @@ class Pins:
     def listed(self) -> list[Pinned]:
         """Return the prompts that are pinned, but for those all of whose images were deleted."""
         with self._storage.lock:
+            is_attached = self._storage.graph.is_attached
             return [
                 Pinned(
                     pinned.name,
                     self._storage.namespaces[pinned.root].row.model,
                     pinned.root.hex(),
                     len(pinned.token_bytes) // TOKEN_BYTES,
-                    sum(slot.nbytes for slot in pins[-1]),
+                    sum(slot.nbytes for slot in slots),
                     len(pins),
                 )
                 for pinned, pins in self._pins.items()
-                if pinned.root in self._storage.namespaces
+                if (slots := {slot for pin in pins for slot in pin if is_attached(slot)})
             ]
 
     def end(self, name: str) -> int:

@@ -95,6 +95,23 @@ def test_a_tenant_is_cleared_in_every_tier_and_its_pins_end(options):
         cache.check_integrity()
 
 
+def test_what_is_removed_is_pinned_no_longer(options):
+    """What another prompt has of it is."""
+    shared = tokens_of(1, 512)
+    with PrefixCache(**options) as cache:
+        for tokens in (tokens_of(1), [*shared, *tokens_of(2, 88)]):
+            put(cache, tokens)
+        assert cache.pin(tokens_of(1), model="m@1") == 600
+        (whole,) = cache.pinned()
+        cache.remove(tokens_of(1), model="m@1")
+        (left,) = cache.pinned()
+        assert 0 < left.nbytes < whole.nbytes
+        cache.remove(tokens, model="m@1")
+        assert cache.pinned() == []
+        assert cache.unpin(tokens_of(1), model="m@1")
+        cache.check_integrity()
+
+
 @pytest.mark.parametrize("evicted", [1, 2])
 def test_remove_with_what_follows_takes_what_is_left_of_a_prompt_whose_end_was_evicted(options, evicted):
     tokens = tokens_of(1)
