@@ -205,6 +205,10 @@ class OpenDirectory:
         if os.path.dirname(path) != str(self.directory.tmp):  # tmp/ is measured as a whole
             self._lingering.add(path)
 
+    def note_written(self, path: str) -> None:
+        """Note that an image has just been written there: whatever was to be deleted is gone."""
+        self._lingering.discard(path)
+
     @contextmanager
     def transaction(self) -> Iterator[None]:
         """Begin a transaction of the index, whose log has room for it. Raises LogHeld at once where it has none."""
@@ -237,8 +241,9 @@ class OpenDirectory:
         """Cut the index's log; retry what could not be deleted; keep quarantine small."""
         self._cut_log()
         for path in list(self._lingering) if idle else ():
-            remove_file(path)
-            self._lingering.discard(path)
+            with suppress(OSError):  # one that can never be deleted keeps nobody from writing others
+                remove_file(path)
+                self._lingering.discard(path)
         held = self.ledger.held()
         excess = held.quarantine - self.ledger.limit // QUARANTINE_SHARE
         if excess > 0:

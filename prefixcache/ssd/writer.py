@@ -371,12 +371,13 @@ class Writer:
 
     def _place(self, write: Write) -> bool:
         directory, tmp = self._opened.directory, self._tmp(write)
-        folder = directory.folder(write.entry.address)
+        folder, path = directory.folder(write.entry.address), directory.file(write.entry.address)
         try:
             if make_folder(folder):
                 self._unsynced.add(os.path.dirname(folder))
             with self._opened.quarantine.paths:
-                os.rename(tmp, directory.file(write.entry.address))
+                os.rename(tmp, path)
+            self._opened.note_written(path)
         except Exception as error:
             write.error = error
             self._clear(tmp)

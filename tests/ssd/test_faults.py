@@ -151,6 +151,32 @@ def test_a_file_that_can_t_be_deleted_stays_in_the_account_until_it_can(ssd, roo
     ssd.check_integrity()
 
 
+def test_a_file_that_can_never_be_deleted_keeps_no_other_from_being_written(ssd, root, monkeypatch):
+    stored = ssd.put(*chain(2))
+    locked = str(path_of(root, stored[1]))
+    with failing(monkeypatch, "unlink", errno.EPERM, lambda path, *more: str(path) == locked):
+        ssd.delete(stored[1:])
+        assert ssd.flush(5)
+        ssd.touch([("rows", stored[0].key, 3, 1)])
+        assert ssd.flush(5)
+        ssd.put(make(50))
+        assert ssd.stats().errors == 0
+        assert ssd.stats().disk >= sum(entry.disk for entry in stored)
+
+
+def test_an_image_that_is_written_where_a_deleted_file_had_stayed_is_kept(ssd, root, monkeypatch):
+    pairs = chain(2)
+    stored = ssd.put(*pairs)
+    with failing(monkeypatch, "unlink", errno.EPERM):
+        ssd.delete(stored[1:])
+        assert ssd.flush(5)
+    ssd.put(pairs[1])
+    ssd.touch([("rows", stored[0].key, 3, 1)])
+    assert ssd.flush(5)
+    assert ssd.holds(*pairs[1])
+    ssd.check_integrity()
+
+
 def test_a_directory_that_vanished_is_recreated(ssd, root):
     stored = ssd.put(*chain(3))
     shutil.rmtree(root)
