@@ -19,6 +19,7 @@ PERIOD = 5.0  # seconds between two looks
 # Where systems mount what people plug in, and how many folders deep its names are.
 AREAS = {"/Volumes": 1, "/mnt": 1, "/media": 2, "/run/media": 2}
 FSTAB = Path("/etc/fstab")
+MOUNTS = Path("/proc/self/mountinfo")
 _RANK = re.compile(r"rank-[0-9]+")
 
 
@@ -55,7 +56,7 @@ def why_absent(directory: Path, fstab: Path = FSTAB) -> str:
     if _RANK.fullmatch(directory.name):  # the directory of the rank of a model, in the one that was named
         directory = directory.parent
     for point in _mount_points(fstab):
-        if directory.is_relative_to(point) and not os.path.ismount(point):
+        if directory.is_relative_to(point) and not _is_mounted(point):
             return f"{str(point)!r} is not mounted; mount it"
     try:
         if directory.exists():
@@ -80,10 +81,21 @@ def _mount_points(fstab: Path) -> list[Path]:
     return [Path(point) for point in points if point.startswith("/") and point != "/"]
 
 
+def _is_mounted(point: Path) -> bool:
+    """Tell whether something is mounted there: also a folder of the same disk, which `ismount` does not see."""
+    if os.path.ismount(point):
+        return True
+    try:
+        lines = [line.split() for line in MOUNTS.read_text(errors="replace").splitlines()]
+    except OSError:  # not Linux
+        return False
+    return str(point) in {line[4].replace("\\040", " ") for line in lines if len(line) > 4}
+
+
 def _is_empty_mount_point(directory: Path, area: Path, depth: int) -> bool:
     """Tell whether a missing directory would be made in a folder in which a disk is to be mounted, or beside such folders."""
     above = [folder for folder in directory.parents if folder == area or folder.is_relative_to(area)]
-    if any(map(os.path.ismount, above[:-1])):
+    if any(map(_is_mounted, above[:-1])):
         return False
     nearest = next((folder for folder in above if folder.is_dir()), area)
     level = len(nearest.relative_to(area).parts)

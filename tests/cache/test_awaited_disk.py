@@ -190,6 +190,17 @@ def test_what_the_system_mounts_and_is_not_mounted_is_absent_even_if_something_i
     assert why_absent(tmp_path / "ssd", fstab) == ""
 
 
+def test_a_folder_of_the_same_disk_that_is_mounted_elsewhere_is_there(tmp_path, monkeypatch, fstab):
+    mounts = tmp_path / "mountinfo"
+    mounts.write_text(
+        "22 1 8:2 / / rw,relatime shared:1 - ext4 /dev/sda2 rw\n"
+        f"36 22 8:2 /data {tmp_path}/a\\040disk rw,relatime shared:1 - ext4 /dev/sda2 rw\n"
+    )
+    monkeypatch.setattr(awaited, "MOUNTS", mounts)
+    (tmp_path / "a disk").mkdir()
+    assert why_absent(tmp_path / "a disk" / "ssd", fstab) == ""
+
+
 @pytest.mark.parametrize(
     ("there", "directory", "absent"),
     [
