@@ -51,10 +51,14 @@ class AwaitedDisk(Periodic):
 
 def why_absent(directory: Path, fstab: Path = FSTAB) -> str:
     """Say why a directory is not there yet, in words that end with what to do; "" when it is there, or can be made at once.
-    Below the user's home folders are made as they are missing.
+    Below the user's home folders are made as they are missing. A link is where it leads.
     """
     if _RANK.fullmatch(directory.name):  # the directory of the rank of a model, in the one that was named
         directory = directory.parent
+    return _why_absent(directory, fstab) or _why_absent(Path(os.path.realpath(directory)), fstab)
+
+
+def _why_absent(directory: Path, fstab: Path) -> str:
     for point in _mount_points(fstab):
         if directory.is_relative_to(point) and not _is_mounted(point):
             return f"{str(point)!r} is not mounted; mount it"
@@ -66,7 +70,8 @@ def why_absent(directory: Path, fstab: Path = FSTAB) -> str:
     for area, depth in AREAS.items():
         if directory.is_relative_to(area) and _is_empty_mount_point(directory, Path(area), depth):
             return "its disk is not mounted; mount it, or make the folder"
-    if not directory.parent.exists() and not directory.is_relative_to(Path.home()):
+    homes = Path.home(), os.path.realpath(Path.home())
+    if not directory.parent.exists() and not any(directory.is_relative_to(home) for home in homes):
         return f"no such folder: {str(directory.parent)!r}; mount its disk, or make it"
     return ""
 

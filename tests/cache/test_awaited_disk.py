@@ -220,6 +220,28 @@ def test_in_the_folders_of_what_people_plug_in_an_empty_mount_point_is_absent(
     assert bool(why_absent(tmp_path / directory, tmp_path / "none")) is absent
 
 
+def test_a_link_to_a_disk_that_is_not_mounted_is_absent(tmp_path, monkeypatch, fstab):
+    volumes, own = tmp_path / "Volumes", tmp_path / "own"
+    for folder in (volumes, own, tmp_path / "a disk"):
+        folder.mkdir()
+    monkeypatch.setattr(awaited, "AREAS", {str(volumes): 1})
+    (own / "volume").symlink_to(volumes / "X")
+    (own / "ssd").symlink_to(volumes / "X" / "ssd")
+    (own / "mounted").symlink_to(tmp_path / "a disk")
+    assert why_absent(own / "volume" / "ssd", fstab)
+    assert why_absent(own / "ssd", fstab)
+    assert "a disk' is not mounted" in why_absent(own / "mounted" / "ssd", fstab)
+    (volumes / "X" / "ssd").mkdir(parents=True)
+    assert why_absent(own / "volume" / "ssd", fstab) == ""
+    assert why_absent(own / "ssd", fstab) == ""
+
+
+def test_below_a_home_that_is_a_link_folders_are_made_too(tmp_path):
+    (tmp_path / "var").mkdir()
+    (tmp_path / "home").symlink_to(tmp_path / "var")
+    assert why_absent(tmp_path / "home" / ".cache" / "prefixcache", tmp_path / "none") == ""
+
+
 def test_elsewhere_the_folder_that_it_is_made_in_must_be_there_but_for_the_user_s_own(tmp_path):
     none = tmp_path / "none"
     assert why_absent(tmp_path / "ssd", none) == ""
