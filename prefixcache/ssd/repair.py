@@ -322,18 +322,20 @@ def compare(run: Pass, broken: str) -> Report:
     _distrust(run, here)
     known = [address for address in here if address in run.rows]
     orphans = [address for address in here if address not in run.rows]
+    wrong: list[Address] = []  # whose row says other bytes on the disk
     for address, agrees in zip(known, _judge(run, known), strict=True):
         if not agrees:  # its row is dropped, and the file judged by its own word
             run.forget([address])
             orphans.append(address)
             continue
         disk = disk_of(here[address])
-        if run.index and disk != run.rows[address].disk:
-            run.index.correct(address, disk)
+        if disk != run.rows[address].disk:
+            wrong.append(address)
         run.count(disk)
         done += 1
         if run.progress:
             run.progress(done, total)
+    _correct(run, wrong, here)
     for batch in batched(orphans, _BATCH):
         _adopt(run, batch)
         done += len(batch)
@@ -369,6 +371,17 @@ def _forget_changes(run: Pass, here: dict[Address, os.stat_result]) -> None:
     for address in run.rows.keys() - here.keys():
         if address not in rows or os.path.lexists(run.directory.file(address)):
             del run.rows[address]
+
+
+def _correct(run: Pass, wrong: list[Address], here: dict[Address, os.stat_result]) -> None:
+    """Note how many bytes these files take on the disk: others than on the one that they were copied from."""
+    if run.index is None:
+        return
+    for batch in batched(wrong, _BATCH):
+        with run.index.transaction():
+            for address in batch:
+                run.index.correct(address, disk_of(here[address]))
+        run.cut_log()
 
 
 def _distrust(run: Pass, here: dict[Address, os.stat_result]) -> None:

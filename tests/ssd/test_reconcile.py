@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from prefixcache.ssd import Corrupt, Entry, reconcile, survey
+from prefixcache.ssd import Corrupt, Entry, reconcile, repair, survey
+from prefixcache.ssd.directory import disk_at
 from prefixcache.ssd.files import DamagedFile, from_header, read_header
-from prefixcache.ssd.index import Index
+from prefixcache.ssd.index import PAGE, Index, IndexFiles
 from tools.faults.evidence import du
 
 from .images import CODEC, LAYOUT, MODEL, ROOT, SPACE, Opened, chain, execute, fingerprint, flip, make, path_of
@@ -255,6 +256,25 @@ def test_a_crashed_directory_is_looked_at_with_its_log(root, tmp_path):
     again.check_integrity()
     assert again.stats().files == 5
     again.close()
+
+
+def test_the_log_stays_short_where_all_files_take_other_bytes_than_on_the_disk_they_came_from(root, monkeypatch):
+    with Opened(root) as ssd:
+        ssd.put(*chain(60))
+    execute(root, "UPDATE image SET disk = 2 * disk")
+    monkeypatch.setattr(repair, "_BATCH", 10)
+    monkeypatch.setattr(repair, "_LOG", 10 * PAGE)
+    lengths, checkpoint = [], Index.checkpoint
+
+    def looking(index):
+        lengths.append(disk_at(IndexFiles.of(index.path).log))
+        return checkpoint(index)
+
+    monkeypatch.setattr(Index, "checkpoint", looking)
+    assert reconcile(root).clean
+    assert max(lengths) < 40 * PAGE
+    with Opened(root) as ssd:
+        ssd.check_integrity()
 
 
 def test_a_live_directory_can_be_looked_at_but_not_repaired(ssd, root):
