@@ -63,8 +63,10 @@ def _why_absent(directory: Path, fstab: Path) -> str:
         if directory.is_relative_to(point) and not _is_mounted(point):
             return f"{str(point)!r} is not mounted; mount it"
     try:
-        if directory.exists():
-            return ""
+        os.stat(directory)  # `Path.exists` of Python 3.14 raises nothing
+        return ""
+    except (FileNotFoundError, NotADirectoryError):
+        pass
     except OSError:  # no rights, or a failing disk: to open it says so
         return ""
     for area, depth in AREAS.items():

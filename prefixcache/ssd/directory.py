@@ -115,6 +115,8 @@ class Directory:
         """Raise DirectoryError unless it is there and a cache's: asked before anything is shown of it or changed in it."""
         try:
             if not self.root.is_dir():
+                with suppress(FileNotFoundError, NotADirectoryError):
+                    os.stat(self.root)  # `Path.is_dir` of Python 3.14 does not raise that there are no rights
                 what = "not a directory" if os.path.lexists(self.root) else "no such directory"
                 raise DirectoryError(f"{str(self.root)!r}: {what}; check the name")
             if self.ours:

@@ -252,11 +252,18 @@ def test_elsewhere_the_folder_that_it_is_made_in_must_be_there_but_for_the_user_
 
 
 def test_a_folder_that_cant_be_looked_into_is_there_and_to_open_it_says_why(tmp_path, monkeypatch):
-    def refused(*args, **options):
-        raise PermissionError(13, os.strerror(13))
+    monkeypatch.setattr(awaited, "AREAS", {str(tmp_path): 2})
+    monkeypatch.setattr(Path, "exists", os.path.exists)  # as in Python 3.14: it raises nothing
+    (tmp_path / "user").mkdir()
+    stat = os.stat
 
-    monkeypatch.setattr(Path, "exists", refused)
-    assert why_absent(tmp_path / "ssd", tmp_path / "none") == ""
+    def refused(path, *args, **options):
+        if str(path).startswith(str(tmp_path / "user" / "disk")):
+            raise PermissionError(13, os.strerror(13))
+        return stat(path, *args, **options)
+
+    monkeypatch.setattr(os, "stat", refused)
+    assert why_absent(tmp_path / "user" / "disk" / "ssd", tmp_path / "none") == ""
 
 
 def test_a_mount_point_that_may_not_be_read_is_absent(tmp_path, monkeypatch):

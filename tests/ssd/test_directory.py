@@ -7,10 +7,12 @@ import re
 import stat
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from prefixcache.ssd import DirectoryError, DirectoryHeld, NewerFormat, reconcile, survey
+from prefixcache.ssd.directory import Directory
 
 from .images import SPACE, Opened, chain, execute, fingerprint, make, path_of
 
@@ -278,6 +280,17 @@ def test_a_directory_of_another_user_is_an_error_with_a_remedy(tmp_path):
             return 7 if "user 65534 may not read or write it" in str(error) else 8
 
     assert in_child(child) == 7
+
+
+def test_a_directory_that_may_not_be_looked_at_is_no_missing_one(tmp_path, monkeypatch):
+    def refused(path, *args, **options):
+        raise PermissionError(13, os.strerror(13))
+
+    monkeypatch.setattr(Path, "is_dir", os.path.isdir)  # as in Python 3.14: it raises nothing
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", refused)
+        with pytest.raises(DirectoryError, match="may not read or write it"):
+            Directory(tmp_path / "ssd").require()
 
 
 @pytest.mark.parametrize("crashed", [False, True])
