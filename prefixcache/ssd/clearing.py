@@ -10,7 +10,7 @@ import shutil
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from prefixcache.ssd.directory import Directory, disk_at, disk_of, remove_empty_folders, scan
+from prefixcache.ssd.directory import Directory, disk_at, remove_empty_folders, scan
 from prefixcache.ssd.entries import Progress
 from prefixcache.ssd.files import remove_file
 from prefixcache.ssd.index import Index, IndexFiles
@@ -74,7 +74,7 @@ def _clear_files(there: Directory, dry_run: bool, freed: int, progress: Progress
             left.append(there.relative(item.path))
         else:
             images.append(item.path)
-            freed += disk_of(item.stat(follow_symlinks=False))
+            freed += disk_at(item.path)  # of a live directory it may have gone
     debris = [item.path for item in there.strays()]
     freed += sum(disk_at(path) for path in debris)
     bad = quarantined(there)

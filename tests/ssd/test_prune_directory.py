@@ -13,6 +13,7 @@ import pytest
 from prefixcache import keys
 from prefixcache.image_format import Blueprint, HeaderFields, Spec
 from prefixcache.ssd import DirectoryError, DirectoryHeld, Entry, NamespaceRow, clear, reconcile
+from prefixcache.ssd.directory import Directory
 from prefixcache.store_fetch_remove.prune_directory import prune
 from prefixcache.store_fetch_remove.selection import NoSuchNamespace, Selection
 from tools.faults.evidence import du
@@ -278,6 +279,19 @@ def test_clear_leaves_an_empty_directory_that_opens(root, stored):
     assert sorted(files) == ["CACHEDIR.TAG", "LOCK", "index.db"]
     assert held(root) == {}
     assert reconcile(root, dry_run=True, deep=True).clean
+
+
+def test_a_dry_clear_of_a_live_directory_passes_over_what_is_deleted_meanwhile(root, stored, monkeypatch):
+    files = Directory.files
+
+    def deleting(there):
+        for address, item in files(there):
+            if address == stored[1].address:
+                os.unlink(item.path)
+            yield address, item
+
+    monkeypatch.setattr(Directory, "files", deleting)
+    assert clear(root, dry_run=True).images == len(stored)
 
 
 def test_clear_spares_what_no_image_is_called(root, stored):
