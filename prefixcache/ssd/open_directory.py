@@ -312,6 +312,7 @@ class OpenDirectory:
             self._lock = Lock(self.directory)
         self._note_disk()
         self._open()
+        self.entries = None  # nobody takes them: the graph has what it knew
         log.warning("SSD %s: %s", self.directory.root, what)
         return self.index.addresses()
 

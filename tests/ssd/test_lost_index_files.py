@@ -52,6 +52,14 @@ def test_its_loss_is_noticed_with_the_next_batch_and_costs_no_image(ssd, root, n
     assert f"another program deleted, replaced or cut {name}" in caplog.text or "the index was" in caplog.text
 
 
+def test_what_a_new_opening_reads_of_the_index_is_not_kept_in_memory(ssd, root):
+    ssd.put(*chain(5))
+    unlinked(root / "index.db")
+    until(lambda: ssd.write(make(50)[0], SPACE, make(50)[1]) and ssd.flush(5))
+    assert directory_of(ssd).entries is None
+    assert len(list(ssd.entries())) == 6
+
+
 @pytest.mark.parametrize("lose", [unlinked, replaced, cut])
 def test_a_lost_log_is_cut_as_any_other(open_tier, root, lose):
     ssd = open_tier(limit=4 << 20)
