@@ -82,7 +82,7 @@ def quarantined(directory: Directory) -> list[Item]:
     """Return what lies in quarantine/, oldest first. Writes nothing."""
     items = []
     try:
-        names = [name for name in os.listdir(directory.quarantine) if not is_foreign(name)]
+        names = {name for name in os.listdir(directory.quarantine) if not is_foreign(name)}
     except OSError:
         return []
     for name in sorted(names):
