@@ -72,10 +72,18 @@ def _why_absent(directory: Path, fstab: Path) -> str:
     for area, depth in AREAS.items():
         if directory.is_relative_to(area) and _is_empty_mount_point(directory, Path(area), depth):
             return "its disk is not mounted; mount it, or make the folder"
-    homes = Path.home(), os.path.realpath(Path.home())
-    if not directory.parent.exists() and not any(directory.is_relative_to(home) for home in homes):
+    if not directory.parent.exists() and not any(directory.is_relative_to(home) for home in _homes()):
         return f"no such folder: {str(directory.parent)!r}; mount its disk, or make it"
     return ""
+
+
+def _homes() -> tuple[Path, ...]:
+    """Return the user's home, by its name and where that leads; nothing of a user that the system does not know."""
+    try:
+        home = Path.home()
+    except RuntimeError:
+        return ()
+    return home, Path(os.path.realpath(home))
 
 
 def _mount_points(fstab: Path) -> list[Path]:

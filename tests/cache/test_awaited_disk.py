@@ -251,6 +251,16 @@ def test_elsewhere_the_folder_that_it_is_made_in_must_be_there_but_for_the_user_
     assert "no such folder" in why_absent(tmp_path / "vra" / "ssd" / "rank-3", none)
 
 
+def test_a_user_without_a_home_has_no_folders_that_are_made(tmp_path, monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(os, "getuid", lambda: 123_456)  # as in a container: nobody of this number is known
+    with pytest.raises(RuntimeError):
+        Path.home()
+    assert why_absent(tmp_path / "ssd", tmp_path / "none") == ""
+    assert "no such folder" in why_absent(tmp_path / "vra" / "ssd", tmp_path / "none")
+
+
 def test_a_folder_that_cant_be_looked_into_is_there_and_to_open_it_says_why(tmp_path, monkeypatch):
     monkeypatch.setattr(awaited, "AREAS", {str(tmp_path): 2})
     monkeypatch.setattr(Path, "exists", os.path.exists)  # as in Python 3.14: it raises nothing
