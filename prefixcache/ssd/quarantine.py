@@ -91,8 +91,8 @@ def quarantined(directory: Directory) -> list[Item]:
             continue
         note = _read_note(target)
         disk = tree_size(target) + (disk_at(_note(target)) if _is_file(_note(target)) else 0)
-        items.append(Item(name, str(note.get("reason", "")), str(note.get("origin", "")), _when(note), disk))
-    return items
+        items.append(Item(name, str(note.get("reason", "")), str(note.get("origin", "")), _when(name), disk))
+    return sorted(items, key=lambda item: item.when)
 
 
 def _note(target: str) -> str:
@@ -114,9 +114,7 @@ def _is_file(path: str) -> bool:
     return os.path.isfile(path) and not os.path.islink(path)
 
 
-def _when(note: dict[str, Any]) -> float:
-    when = note.get("when", 0.0)
-    try:
-        return float(when) if isinstance(when, (int, float)) else 0.0
-    except OverflowError:
-        return 0.0
+def _when(name: str) -> float:
+    """Return the time that a file's name in quarantine/ begins with, since one may be without a note; 0 where it has none."""
+    stamp = name.partition("-")[0]
+    return int(stamp) / 1e9 if stamp.isascii() and stamp.isdecimal() and len(stamp) <= 19 else 0.0

@@ -265,6 +265,17 @@ def test_quarantine_alone_touches_no_image(root, stored):
     assert held(root).keys() == left.keys()
 
 
+def test_what_was_quarantined_on_a_full_disk_and_has_no_note_is_no_older_for_it(root, stored):
+    for entry in stored[:2]:
+        path_of(root, entry).write_bytes(b"x")
+    reconcile(root)
+    files = sorted((root / "quarantine").glob("*.safetensors"))
+    Path(f"{files[1]}.json").unlink()
+    assert prune(root, Selection(quarantine=True, used_before=time.time() - DAY)).quarantine == 0
+    assert sorted((root / "quarantine").glob("*.safetensors")) == files
+    assert prune(root, Selection(quarantine=True, used_before=time.time() + DAY)).quarantine == 2
+
+
 def test_clear_leaves_an_empty_directory_that_opens(root, stored):
     (root / "tmp" / "12.safetensors").write_bytes(b"x" * 5000)
     path_of(root, stored[0]).write_bytes(b"x")
