@@ -67,7 +67,8 @@ class Lock:
         moment without it.
         """
         since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        text = f"pid {os.getpid()}\nhost {socket.gethostname()}\nsince {since}\nformat {FORMAT}\n".encode()
+        said = f"pid {os.getpid()}\nhost {socket.gethostname()}\nsince {since}\nformat {FORMAT}\n"
+        text = said.encode(errors="replace")  # a host's name may be any bytes
         os.pwrite(self._fd, text, 0)
         os.ftruncate(self._fd, len(text))
         os.fsync(self._fd)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import stat
 import subprocess
 import sys
@@ -33,6 +34,13 @@ def test_a_second_opener_is_told_who_has_it(ssd, root):
         Opened(root)
     assert str(root) in str(refused.value)
     assert ssd.put(make(1))
+
+
+def test_a_host_whose_name_is_no_utf8_can_open_and_is_named(root, open_tier, monkeypatch):
+    monkeypatch.setattr(socket, "gethostname", lambda: "m\udce4c")
+    open_tier()
+    with pytest.raises(DirectoryHeld, match=rf"pid {os.getpid()} on m\?c since"):
+        open_tier()
 
 
 def test_a_second_process_is_refused(ssd, root):
