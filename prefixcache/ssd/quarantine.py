@@ -18,6 +18,7 @@ from prefixcache.ssd.directory import Directory, disk_at, identity_at, is_foreig
 from prefixcache.ssd.files import remove_file, write_file
 
 _LARGEST_NOTE = 64 << 10
+_LONGEST_NAME = 200  # bytes of a file's name here, besides its time and the ending of its note: systems take 255
 
 
 class Item(NamedTuple):
@@ -48,7 +49,10 @@ class Quarantine:
         """
         with self._lock:
             self._last = stamp = max(time.time_ns(), self._last + 1)
-        name = f"{stamp}-{os.path.basename(path)}"
+        name = os.path.basename(path)
+        if len(os.fsencode(name)) > _LONGEST_NAME:
+            name = name[-_LONGEST_NAME // 4 :]  # a character is four bytes at most
+        name = f"{stamp}-{name}"
         target = str(self._directory.quarantine / name)
         with self.paths:
             here = identity_at(path)

@@ -277,6 +277,15 @@ def test_the_log_stays_short_where_all_files_take_other_bytes_than_on_the_disk_t
         ssd.check_integrity()
 
 
+def test_a_stray_whose_name_is_as_long_as_names_can_be_is_quarantined(filled, open_tier):
+    root, stored = filled
+    write(root / "rows" / ("n" * 255), b"mine")
+    ssd = open_tier()
+    assert len(list(ssd.entries())) == len(stored)
+    (item,) = survey(root).quarantine
+    assert item.origin == f"rows/{'n' * 255}"
+
+
 def test_a_live_directory_can_be_looked_at_but_not_repaired(ssd, root):
     ssd.put(*chain(5))
     assert reconcile(root, dry_run=True, deep=True).clean
