@@ -66,15 +66,14 @@ def add_hot(
     if not len(prompt):
         return 0
     nbytes += len(prompt.token_bytes)
+    root, ids = namespace.row.root, np.frombuffer(prompt.token_bytes, "<i8")
     with storage.lock:
-        reservation = storage.ram.reserve_hot(nbytes)
+        reservation = storage.ram.reserve_hot(nbytes, root, ids)
     if reservation is None:
         return 0
     with reservation:
-        state = make()
-        ids = np.frombuffer(prompt.token_bytes, "<i8")
+        hot = HotPrompt(root, ids, make())
         with storage.lock:
-            hot = HotPrompt(namespace.row.root, ids, state)
             if _stored(storage, namespace, hot) < len(ids):
                 return 0  # deleted meanwhile
             is_kept = storage.hot.add(hot, reservation)

@@ -68,15 +68,22 @@ class HotPrompts:
         """
         if hot.nbytes > self.limit:
             return False
-        for other in list(self.of(hot.root)):
-            if len(other.ids) <= len(hot.ids) and np.array_equal(other.ids, hot.ids[: len(other.ids)]):
-                self.drop(other)
+        for other in self._begun_by(hot.root, hot.ids):
+            self.drop(other)
         while len(self) >= MOST or self.nbytes + hot.nbytes > self.limit:
             self.evict()
         reservation.spend(hot=hot.nbytes)
         self.nbytes += hot.nbytes
         self._prompts[id(hot.state)] = hot
         return True
+
+    def evict_first(self, root: bytes, ids: np.ndarray) -> None:
+        """Let those that a prompt goes on from be the first to go: `add` lets go of them anyway."""
+        for hot in self._begun_by(root, ids):
+            self._prompts.move_to_end(id(hot.state), last=False)
+
+    def _begun_by(self, root: bytes, ids: np.ndarray) -> list[HotPrompt]:
+        return [hot for hot in self.of(root) if np.array_equal(hot.ids, ids[: len(hot.ids)])]
 
     def touch(self, hot: HotPrompt) -> None:
         """Make a prompt the most recently used."""

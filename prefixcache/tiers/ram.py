@@ -6,6 +6,8 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from prefixcache.blocks.budget import Reservation
 from prefixcache.blocks.eviction import least_recent_leaf, victim_in_ram
 from prefixcache.blocks.node import RAM, Node, Slot
@@ -60,10 +62,11 @@ class Ram:
             state.counters.denied += drop or wait > 0  # else only asked in passing, and again
             return None
 
-    def reserve_hot(self, nbytes: int) -> Reservation | None:
-        """Reserve room for a hot prompt, of less recently used ones if they take their share, else of what is free or taken
-        by the coldest images, as far as a tier below has them or is given them. None where that is not enough: one that is
-        larger than their share, or than what RAM has free without them, pushes none out.
+    def reserve_hot(self, nbytes: int, root: bytes, ids: np.ndarray) -> Reservation | None:
+        """Reserve room for a hot prompt of a namespace: of what it goes on from and less recently used ones if they take
+        their share, else of what is free or taken by the coldest images, as far as a tier below has them or is given them.
+        None where that is not enough: one that is larger than their share, or than what RAM has free without them, pushes
+        none out.
         """
         state, hot = self._state, self._state.hot
         if nbytes > hot.limit:
@@ -73,6 +76,7 @@ class Ram:
             self._make_room(nbytes - beyond, False, None, for_hot=True)
         if hot.budget.room + hot.nbytes < nbytes:
             return None
+        hot.evict_first(root, ids)
         while hot.nbytes + nbytes > hot.limit or hot.budget.room < nbytes:
             if not hot.evict():  # others reserved meanwhile
                 return None

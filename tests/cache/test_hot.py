@@ -272,6 +272,19 @@ def test_what_is_deleted_while_it_becomes_hot_is_not_hot(cache, monkeypatch):
     assert cache.stats().hot_prompts == cache.stats().ram_hot == 0
 
 
+def test_chats_by_turns_stay_hot_in_a_share_for_them_alone():
+    share = 5 * 600 * (states.WIDTH * 4 * 4 + 8) // 2  # two of them, and half a third
+    with PrefixCache(ram="20MB", hot=share, codec="raw", memory_reserve=0) as cache:
+        for turn in range(4):
+            for chat in range(2):
+                tokens = prompt(chat, 540 + 20 * turn)
+                cache.fetch(tokens, model="m")
+                cache.store(tokens, states.sliceable(tokens), model="m")
+                assert cache.keep_hot(tokens, states.sliceable(tokens), model="m")
+                assert cache.stats().hot_prompts == min(2 * turn + chat + 1, 2)
+                cache.check_integrity()
+
+
 def test_hot_prompts_leave_before_any_image():
     with PrefixCache(ram="1MB", hot="500kB", codec="raw", memory_reserve=0) as cache:
         seed = 0
