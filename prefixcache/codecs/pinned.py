@@ -151,7 +151,12 @@ class Lanes(NamedTuple):
 
 def takes(nbytes: int, sources: Sequence[Array]) -> bool:
     """Tell whether so many bytes of these arrays are worth it, and can go by words."""
-    return nbytes >= LEAST and all(array.nbytes % WORD == 0 for array in sources) and _lanes() is not None
+    return nbytes >= LEAST and all(map(_goes_by_words, sources)) and _lanes() is not None
+
+
+def _goes_by_words(array: Array) -> bool:
+    """Tell whether an array can be cut into pieces of whole words that fit a buffer."""
+    return array.nbytes % WORD == 0 and (array.flags.c_contiguous or WORD * array[:1].nbytes <= BUFFER)
 
 
 def to_gpu(sources: Sequence[Array]) -> mx.array:
@@ -191,14 +196,15 @@ def from_gpu(array: mx.array, targets: Sequence[Array], address: mx.array | None
 
 
 def _batches(arrays: Sequence[Array]) -> Iterator[list[Array]]:
-    """Cut arrays along their first axis into pieces that threads share, and those into what fits a buffer."""
+    """Cut arrays into pieces of whole words that threads share, and those into what fits a buffer."""
     batch: list[Array] = []
     nbytes = 0
     for array in arrays:
         if array.nbytes:
-            rows = max(1, PIECE * len(array) // array.nbytes)
-            for first in range(0, len(array), rows):
-                piece = array[first : first + rows]
+            cut = array.reshape(-1) if array.flags.c_contiguous else array  # along the first axis
+            rows = max(WORD, PIECE * len(cut) // array.nbytes // WORD * WORD)
+            for first in range(0, len(cut), rows):
+                piece = cut[first : first + rows]
                 if nbytes + piece.nbytes > BUFFER:
                     yield batch
                     batch, nbytes = [], 0

@@ -105,6 +105,20 @@ def test_arrays_leave_and_arrive_bit_for_bit(seed, dtype, shapes, strided):
     assert np.array_equal(np.asarray(stacked), np.stack([arrays[0], arrays[0][::-1]]).view(np.asarray(stacked).dtype))
 
 
+@pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.parametrize("shape", [(1, 3 * BUFFER), (1, 2, BUFFER), (3, BUFFER), (32, 150), (52, 251), (7, 1, 4)])
+def test_rows_of_any_length_arrive_whatever_fits_a_buffer(shape, strided):
+    """Rows of few tokens may be long, as those of a state are; and a row may end within a word."""
+    rng = np.random.default_rng(0)
+    wide = rng.integers(0, 256, (*shape[:-1], 2 * shape[-1]), np.uint8)
+    array = wide[..., : shape[-1]] if strided else np.ascontiguousarray(wide[..., : shape[-1]])
+    assert np.array_equal(np.asarray(bring_in(array, "uint8")), array)
+    assert np.array_equal(np.asarray(bring_in_stacked([array, array[::-1]])), np.stack([array, array[::-1]]))
+    target = np.zeros_like(wide)[..., : shape[-1]]
+    copy_into(mx.array(np.ascontiguousarray(array)), [target])
+    assert np.array_equal(target, array)
+
+
 def test_a_slot_is_written_again_only_once_the_gpu_has_read_it(monkeypatch):
     waited, evaluate = [], mx.eval
     monkeypatch.setattr(pinned.mx, "eval", lambda *arrays: waited.append(1) or evaluate(*arrays))
