@@ -75,12 +75,14 @@ class Bases:
         return next((path for path in self.files() if path.name.endswith(f"{digest}{SUFFIX}")), None)
 
     def files(self) -> list[Path]:
-        """Return the files, newest first. A pipe would wait for its writer: only plain files count."""
+        """Return the files, newest first. A pipe would wait for its writer: only plain files count. Hidden ones are those
+        that macOS puts beside others.
+        """
         dated = []
         for path in self.folder.glob(f"*{SUFFIX}"):
             with contextlib.suppress(OSError):
                 status = path.stat()
-                if stat.S_ISREG(status.st_mode):
+                if stat.S_ISREG(status.st_mode) and not path.name.startswith("."):
                     dated.append((-status.st_mtime_ns, path))
         return [path for _, path in sorted(dated)]
 

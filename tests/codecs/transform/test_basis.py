@@ -572,6 +572,20 @@ def test_what_is_no_plain_file_is_left_alone(tmp_path):
     assert path.is_file()
 
 
+@pytest.mark.parametrize("age", [-5, 5])
+def test_what_macos_puts_beside_a_file_is_no_basis(tmp_path, caplog, age):
+    """On disks that know no attributes, exFAT and SMB: a ._NAME with each file, written just before it or after."""
+    bases = Bases(tmp_path)
+    path = bases.save(VALID)
+    beside = path.with_name(f"._{path.name}")
+    beside.write_bytes(b"\0\5\x16\7" + bytes(4092))
+    os.utime(beside, (path.stat().st_mtime + age,) * 2)
+    assert bases.of_hash(Basis(VALID).hash).hash == Basis(VALID).hash
+    assert bases.of_model(MODEL) is not None
+    assert bases.files() == [path]
+    assert not caplog.records
+
+
 def test_rows_are_coded_by_what_was_read(tmp_path):
     bases = Bases(tmp_path)
     bases.save(VALID)
