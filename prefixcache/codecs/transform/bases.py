@@ -64,9 +64,14 @@ class Bases:
             raise BasisError(f"basis {path}: {error.strerror}") from None
 
     def changed_at(self) -> int:
-        """Return when a file last came or went, in nanoseconds; 0 where there is no folder."""
+        """Return when a file last came, went or was written, in nanoseconds; 0 where there is no folder. One that is copied
+        there comes long before it is whole.
+        """
         try:
-            return self.folder.stat().st_mtime_ns
+            with os.scandir(self.folder) as entries:
+                files = [entry for entry in entries if entry.name.endswith(SUFFIX)]
+            written = [file.stat(follow_symlinks=False).st_ctime_ns for file in files]
+            return max([self.folder.stat().st_mtime_ns, *written])
         except OSError:
             return 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -431,6 +432,23 @@ def test_a_folder_of_bases_is_read_again_when_it_has_changed(opened, tmp_path, m
     before = len(looks)
     cache.prompt(TOKENS, model=model.identity)
     assert len(looks) == before
+
+
+def test_a_basis_that_takes_long_to_arrive_is_used_once_it_is_whole(opened, tmp_path, monkeypatch):
+    """As scp copies: the file is there from its first byte on, and the folder does not change any more."""
+    monkeypatch.setattr(namespaces, "SETTLED", 0)
+    model = tiny(LLAMA)
+    basis = Bases(tmp_path / "elsewhere").save(model.basis).read_bytes()
+    (tmp_path / "bases").mkdir()
+    cache = opened(basis_dir=tmp_path / "bases", disk=False)
+    with open(tmp_path / "bases" / f"x-{Basis(basis).hash}.safetensors", "wb", buffering=0) as file:
+        file.write(basis[:-1000])
+        for _ in range(2):
+            cache.prompt(TOKENS, model=model.identity)
+            assert str(cache.codec_of(model.identity)) == "turboquant k4 v4"
+        time.sleep(0.05)  # a clock of files may have few ticks
+        file.write(basis[-1000:])
+    assert str(cache.codec_of(model.identity)).startswith("transform quality 4 basis")
 
 
 def test_a_basis_of_other_weights_is_never_used_whatever_its_name(calibrated):
