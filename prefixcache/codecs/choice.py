@@ -66,9 +66,7 @@ def as_codec(value: Any) -> Codec | None:
     if value is None or (not isinstance(value, type) and isinstance(value, Codec)):
         return value
     if isinstance(value, Mapping):
-        name = value.get("name")
-        defaults = _CODECS[name]().spec() if isinstance(name, str) and name in _CODECS else {}
-        return codec_from_spec({**defaults, **value})
+        return codec_from_spec(_completed(value))
     if not isinstance(value, str):
         raise TypeError(f"codec of type {type(value).__name__}: pass a codec such as TurboQuant(), or its name")
     name, *rest = value.strip().lower().split(":")
@@ -87,6 +85,14 @@ def as_codec(value: Any) -> Codec | None:
     if bits:
         chosen |= {"key_bits": bits[0], "value_bits": bits[-1]}
     return TurboQuant(**chosen)
+
+
+def _completed(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a spec with the defaults of the fields that it leaves out, also of the codec `otherwise` in it."""
+    name, otherwise = spec.get("name"), spec.get("otherwise")
+    defaults = _CODECS[name]().spec() if isinstance(name, str) and name in _CODECS else {}
+    inner = {"otherwise": _completed(otherwise)} if isinstance(otherwise, Mapping) else {}
+    return {**defaults, **spec, **inner}
 
 
 def _option(text: str) -> tuple[str, Any] | None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from roundtrip import BITS
 
-from prefixcache.codecs import Codec, Raw, TurboQuant, as_codec, codec_from_spec
+from prefixcache.codecs import Codec, Raw, Transform, TurboQuant, as_codec, codec_from_spec
 
 codecs = st.one_of(
     st.just(Raw()),
@@ -78,6 +78,10 @@ def test_a_spec_that_cannot_be_read_is_named(spec: dict[str, Any], message: str)
         (Raw(), Raw()),
         ({"name": "turboquant", "key_bits": 4, "value_bits": 3}, TurboQuant(4, 3)),
         (TurboQuant(4, 2).spec(), TurboQuant(4, 2)),
+        (
+            {"name": "transform", "quality": 3, "otherwise": {"name": "turboquant", "key_bits": 3, "value_bits": 2}},
+            Transform(3, TurboQuant(3, 2)),
+        ),
     ],
 )
 def test_a_setting_names_a_codec(value: Any, codec: Codec | None) -> None:
