@@ -10,20 +10,19 @@ from roundtrip import BITS
 
 from prefixcache.codecs import Codec, Raw, Transform, TurboQuant, as_codec, codec_from_spec
 
-codecs = st.one_of(
-    st.just(Raw()),
-    st.builds(
-        TurboQuant,
-        key_bits=st.sampled_from(BITS),
-        value_bits=st.sampled_from(BITS),
-        levelling=st.booleans(),
-        fp16_layers=st.integers(0, 3),
-        sink_tokens=st.integers(0, 256),
-        layers=st.dictionaries(st.integers(-3, 40), st.one_of(st.none(), st.sampled_from(BITS)), max_size=3),
-        seed=st.integers(0, 2**63 - 1),
-        raw_latents=st.booleans(),
-    ),
+turboquants = st.builds(
+    TurboQuant,
+    key_bits=st.sampled_from(BITS),
+    value_bits=st.sampled_from(BITS),
+    levelling=st.booleans(),
+    fp16_layers=st.integers(0, 3),
+    sink_tokens=st.integers(0, 256),
+    layers=st.dictionaries(st.integers(-3, 40), st.one_of(st.none(), st.sampled_from(BITS)), max_size=3),
+    seed=st.integers(0, 2**63 - 1),
+    raw_latents=st.booleans(),
 )
+transforms = st.builds(Transform, quality=st.sampled_from([4, 3.5]) | st.floats(1, 6), otherwise=turboquants)
+codecs = st.one_of(st.just(Raw()), turboquants, transforms)
 
 
 @given(codecs)
@@ -43,6 +42,13 @@ def test_names_are_short() -> None:
     assert str(Raw()) == "raw"
     assert str(TurboQuant(4, 3)) == "turboquant k4 v3"
     assert str(TurboQuant(4, 3, seed=5, raw_latents=False)) == "turboquant k4 v3 seed 5 with latents"
+
+
+@pytest.mark.parametrize("otherwise", [Raw(), "turboquant:3", None, Transform()])
+def test_a_codec_that_no_file_could_name_is_refused(otherwise: Any) -> None:
+    """What was stored with it would be lost to the next process."""
+    with pytest.raises(ValueError, match=r"otherwise=.*not a TurboQuant"):
+        Transform(4, otherwise)
 
 
 @pytest.mark.parametrize(

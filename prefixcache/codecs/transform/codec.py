@@ -54,7 +54,7 @@ class Transform:
 
     `quality` 4 changes what a model says next as much as 4 bits of TurboQuant do, by KL on text that the basis was not made
     of, at about a third of the bytes; one less doubles the error's amplitude (1 to 6, fractions too). What a basis doesn't
-    cover is coded by `otherwise`. ValueError for a quality out of range.
+    cover is coded by `otherwise`. ValueError for a quality out of range, and for an `otherwise` that is no TurboQuant.
     """
 
     quality: float = QUALITY
@@ -67,6 +67,8 @@ class Transform:
             raise ValueError(
                 f"quality={self.quality!r}: out of range; 4 is about TurboQuant's 4 bits, 1 to 6 are possible"
             )
+        if not isinstance(self.otherwise, TurboQuant):
+            raise ValueError(f"otherwise={self.otherwise!r}: not a TurboQuant; give one, or leave it out")
         object.__setattr__(self, "quality", float(self.quality))
 
     @property
