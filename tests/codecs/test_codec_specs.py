@@ -42,6 +42,8 @@ def test_names_are_short() -> None:
     assert str(Raw()) == "raw"
     assert str(TurboQuant(4, 3)) == "turboquant k4 v3"
     assert str(TurboQuant(4, 3, seed=5, raw_latents=False)) == "turboquant k4 v3 seed 5 with latents"
+    assert [str(Transform(quality)) for quality in (4, 3.5)] == ["transform quality 4", "transform quality 3.5"]
+    assert str(Transform(4, TurboQuant(3, 3))) == "transform quality 4 otherwise turboquant k3 v3"
 
 
 @pytest.mark.parametrize("otherwise", [Raw(), "turboquant:3", None, Transform()])

@@ -102,7 +102,8 @@ class Transform:
             )
 
     def __str__(self) -> str:
-        return f"transform quality {self.quality:g}"
+        name = f"transform quality {self.quality}".removesuffix(".0")
+        return name if self.otherwise == TurboQuant() else f"{name} otherwise {self.otherwise}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,4 +145,4 @@ class Calibrated:
         return GroupCoder(self.basis.groups[group], self.basis.tables, self.quality, dtype)
 
     def __str__(self) -> str:
-        return f"transform quality {self.quality:g} basis {self.basis.hash[:8]}"
+        return f"{Transform(self.quality, self.otherwise)} basis {self.basis.hash[:8]}"
