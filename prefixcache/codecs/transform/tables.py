@@ -155,11 +155,11 @@ def first_guess() -> Tables:
     return _tables(np.zeros((CLASSES, SYMBOLS)), np.zeros((CLASSES, FITTED)), np.zeros((CLASSES, FITTED)))
 
 
-def fit(groups: Iterable[tuple[Array, Array]], rounds: int = 2) -> Tables:
+def fit(groups: Iterable[tuple[Array, Array]]) -> Tables:
     """Return tables for groups of rows: values in steps float32 (rows, components), classes int32 (components,)."""
     stepped = [(values, quantised(values), classes) for values, classes in groups]
     tables = first_guess()
-    for _ in range(rounds):  # each row is counted where the round before would have it
+    for _ in range(2):  # each row is counted where the round before would have it
         counts, sums, seen = np.zeros((CLASSES, SYMBOLS)), np.zeros((CLASSES, FITTED)), np.zeros((CLASSES, FITTED))
         for values, steps, classes in stepped:
             of_rows, magnitudes = shifted(classes, gains_of(steps, classes, tables)), np.abs(steps)
