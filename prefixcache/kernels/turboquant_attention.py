@@ -74,7 +74,7 @@ FUNCTION u32 pair_at(const u32 piece, const int number, const SHARED_SPACE u32* 
 }
 
 #define FILL(entries, bits, entry, centroids) \
-  for (u32 i = member - SIMD_WIDTH * TURNING; i < (1u << 2 * (bits)); i += THREADS - SIMD_WIDTH * TURNING) { \
+  for (u32 i = member - SIMD_WIDTH * FILLING; i < (1u << 2 * (bits)); i += THREADS - SIMD_WIDTH * FILLING) { \
     const u32 both = half_pair(float(centroids[i & ((1u << (bits)) - 1u)]), float(centroids[i >> (bits)])); \
     UNROLL for (u32 j = 0; j < COPIES; j++) (entries)[(i << (entry)) / 4 + ((j ^ i) & (COPIES - 1))] = both; \
   }
@@ -161,7 +161,7 @@ BODY = """
 #endif
 
   SHARED_WORDS(room, ROOM);
-  if (simd >= TURNING) {
+  if (simd >= FILLING) {
 #if KEY_BITS < 8
     FILL(room, KEY_BITS, KEY_ENTRY, KEY_CENTROIDS);
 #endif
@@ -517,6 +517,7 @@ def source_of(dialect: Dialect, kind: CodedAttentionKind) -> KernelSource:
         numbers |= {f"{name}_{what}": number for what, number in _span(rows, lanes, at).items()}
         numbers |= {f"{name}_BITS": rows.bits, f"{name}_ENTRY": _entry_bits(rows.bits, dialect.name)}
     span = int(numbers["KEY_SPAN"])
+    simdgroups_turning = -(-kind.tiles * QUERIES * lanes_turning // SIMD_WIDTH)
     sets = SETS[dialect.name] if kind.tiles == 1 and keys.words + values.words <= 32 else 1
     numbers |= {
         "KEY_STEPS": span // 4,
@@ -531,7 +532,8 @@ def source_of(dialect: Dialect, kind: CodedAttentionKind) -> KernelSource:
         "TILES": kind.tiles,
         "COLUMNS": kind.tiles * QUERIES,
         "SIMDGROUPS": simdgroups,
-        "TURNING": -(-kind.tiles * QUERIES * lanes_turning // SIMD_WIDTH),
+        "TURNING": simdgroups_turning,
+        "FILLING": simdgroups_turning % simdgroups,  # the first simdgroup that fills tables: where all turn, all do
         "SIMD_WIDTH": SIMD_WIDTH,
         "CAUSAL": int(kind.causal),
         "MASK": 0 if not kind.mask else 1 if kind.mask == "bool" else 2,

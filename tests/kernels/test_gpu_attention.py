@@ -104,6 +104,15 @@ def test_widths_and_bits_may_differ(place, keys, values, group, dtype, peaked):
 
 
 @pytest.mark.parametrize(
+    ("width", "bits"), [(64, 4), (80, 3), (96, 2), (112, 1), (128, 4), (160, 8), (192, 3), (224, 4), (256, 2)]
+)
+def test_every_width_with_few_queries_and_with_many(place, width, bits):
+    rows = coded((width, bits), (width, bits), tokens=40)
+    for group in (4, 8):
+        agrees(rows, queries_of(rows, group))
+
+
+@pytest.mark.parametrize(
     ("group", "length", "tokens"), [(1, 1, 1), (4, 1, 300), (1, 8, 5), (8, 8, 20), (3, 16, 17), (1, 16, 16)]
 )
 def test_any_number_of_queries_and_rows(place, group, length, tokens):
