@@ -170,8 +170,11 @@ class RowKind:
 def takes(width: int, bits: int) -> bool:
     """Tell whether the kernels have a layout for such rows."""
     power = width & -width
-    laid_out = 32 <= width <= 512 and power >= 16 and width // power in (1, 3, 5, 7)
-    return laid_out and bits in (1, 2, 3, 4, 8)
+    odd = width // power
+    laid_out = odd == 1 or (
+        odd in (3, 5, 7) and power <= 8 * CHUNK
+    )  # then a lane has a slot for each of the odd factor's
+    return 32 <= width <= 512 and power >= 16 and laid_out and bits in (1, 2, 3, 4, 8)
 
 
 def groups_of(rows: RowKind, tokens: int, heads: int) -> int:

@@ -45,7 +45,7 @@ def describe() -> str:
 
 def takes(form: Form) -> bool:
     """Tell whether rows of this form have a kernel: widths of 32 to 512 whose odd part is 1, 3, 5 or 7, such as 64, 80, 96,
-    112, 128, 192, 256 and 512."""
+    112, 128, 192, 256 and 512, but not 384."""
     return turboquant_rows.takes(form.width, form.codebook.bits)
 
 
