@@ -53,8 +53,10 @@ def share_out(size: int, share: int, worth: int, work: Callable[[int, int], None
     helping: list[Future[None]] = []
     with suppress(RuntimeError):  # the interpreter is shutting down: the calling thread does the work alone
         helping.extend(_helpers.submit(take) for _ in range(helpers))
-    take()
-    # The shares are all taken now. Who hasn't begun never will; who has is at its last.
-    for future in helping:
-        if not future.cancel():
-            future.result()
+    try:
+        take()
+    finally:
+        # Who hasn't begun never will. Who has is waited for, also where a share failed: its memory may be another's next.
+        failed = [error for future in helping if not future.cancel() and (error := future.exception())]
+    if failed:
+        raise failed[0]
