@@ -181,4 +181,4 @@ def groups_of(rows: RowKind, tokens: int, heads: int) -> int:
     """Return how many groups of threads share tokens x heads rows: a multiple of `heads`. Some thousands fill a large GPU;
     more would only prepare their tables oftener."""
     most = -(-tokens // rows.rows_at_once)
-    return heads * max(1, min(most, GROUPS // heads, 1 << 20))
+    return heads * max(1, min(most, GROUPS // heads))
