@@ -27,7 +27,7 @@ from prefixcache.ranks.agreement import Ranks
 from prefixcache.remote.client import Client, open_client
 from prefixcache.remote.tier import RemoteTier
 from prefixcache.settings import Settings
-from prefixcache.ssd import Ssd, WriterEvents
+from prefixcache.ssd import Entry, NamespaceRow, Ssd, WriterEvents
 from prefixcache.ssd.awaited import AwaitedDisk, why_absent
 from prefixcache.ssd.directory import rank_folder, rank_folders, refusal
 from prefixcache.store_fetch_remove.collect_stats import collect_stats
@@ -40,6 +40,7 @@ from prefixcache.tiers.idle import Idle
 from prefixcache.tiers.memory_pressure import Pressure
 from prefixcache.tiers.promotion import Promoter
 from prefixcache.tiers.storage import Storage
+from prefixcache.tiers.tier_in_graph import TierInGraph
 from prefixcache.trace.recording import Recorder
 
 log = logging.getLogger("prefixcache")
@@ -166,10 +167,10 @@ class OpenCache:
             reserve=settings.ssd_reserve_bytes(directory),
             queue_bytes=settings.queue_bytes(storage.ram.configured),  # a disk that was awaited may find another
             readers=settings.readers,
-            events=WriterEvents(partial(storage.written, tier), partial(storage.recreated, tier), tier.shrunk),
+            events=WriterEvents(partial(storage.written, tier), partial(self._reopened, tier), tier.shrunk),
         )
         try:
-            namespaces = list(filter(None, map(self.namespaces.from_row, ssd.namespaces())))  # without the lock
+            namespaces = self.namespaces.from_rows(ssd.namespaces())  # without the lock
             storage.open_tier(tier, ssd, namespaces, loaded=partial(self.leases.outlast, ssd))
         except BaseException as error:
             ssd.close(0)
@@ -177,6 +178,9 @@ class OpenCache:
                 raise refusal(directory, error) from error
             raise
         self.ssd = ssd
+
+    def _reopened(self, tier: TierInGraph, namespaces: list[NamespaceRow], entries: list[Entry]) -> None:
+        self.storage.reopened(tier, self.namespaces.from_rows(namespaces), entries)
 
     # -- while it is open ---------------------------------------------------------------------------------------------
 

@@ -30,7 +30,6 @@ from prefixcache.ssd.tables import (
     check_format,
     check_tables,
     pack,
-    read_addresses,
     read_entries,
     read_namespaces,
     upgrade,
@@ -180,9 +179,6 @@ class Index:
             if row:
                 rows[kind, key] = Row(*row)
         return rows
-
-    def addresses(self) -> set[Address]:
-        return read_addresses(self._connection)
 
     def namespaces(self) -> list[NamespaceRow]:
         return read_namespaces(self._connection)

@@ -12,6 +12,7 @@ import os
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from typing import NamedTuple
 
 from prefixcache.byte_sizes import as_setting
 from prefixcache.ssd.directory import (
@@ -27,7 +28,7 @@ from prefixcache.ssd.directory import (
     remove_folder,
     tree_size,
 )
-from prefixcache.ssd.entries import FOLDERS, Address, Entry, batched
+from prefixcache.ssd.entries import FOLDERS, Address, Entry, NamespaceRow, batched
 from prefixcache.ssd.errors import LogHeld
 from prefixcache.ssd.files import remove_file
 from prefixcache.ssd.index import PAGE, IndexFiles
@@ -40,6 +41,13 @@ from prefixcache.sync_folder import sync_folder
 log = logging.getLogger("prefixcache.ssd")
 
 QUARANTINE_SHARE = 20  # quarantine may hold a 20th of the limit; beyond that its oldest are deleted
+
+
+class Contents(NamedTuple):
+    """What a directory has."""
+
+    namespaces: list[NamespaceRow]
+    entries: list[Entry]
 
 
 class OpenDirectory:
@@ -290,9 +298,9 @@ class OpenDirectory:
             return LOCK
         return self.index.lost
 
-    def reopen(self) -> set[Address] | None:
+    def reopen(self) -> Contents | None:
         """Mend the directory after an error. If it vanished, came back as another disk, or its index is lost or doubtful:
-        open it again and return the addresses of the images that it has now. Else make the folders that are gone.
+        open it again and return what it has now. Else make the folders that are gone.
         """
         lost = self.lost
         if not lost and not self.index.doubtful:
@@ -312,9 +320,9 @@ class OpenDirectory:
             self._lock = Lock(self.directory)
         self._note_disk()
         self._open()
-        self.entries = None  # nobody takes them: the graph has what it knew
+        entries, self.entries = self.entries or [], None
         log.warning("SSD %s: %s", self.directory.root, what)
-        return self.index.addresses()
+        return Contents(self.index.namespaces(), entries)
 
     def _what_happened(self, lost: str) -> str:
         if not lost:

@@ -23,7 +23,7 @@ import numpy as np
 
 from prefixcache.metrics.histogram import Histogram
 from prefixcache.ssd.directory import make_folder, remove_folder
-from prefixcache.ssd.entries import Address, Entry, Item, Touch, batched
+from prefixcache.ssd.entries import Address, Entry, Item, NamespaceRow, Touch, batched
 from prefixcache.ssd.files import remove_file, write_file
 from prefixcache.ssd.index import Row, proves_damage
 from prefixcache.ssd.ledger import DISK_POLL_SECONDS, is_full
@@ -43,13 +43,13 @@ class WriterEvents(NamedTuple):
     """Whom the writer tells, on its thread and with no lock of this package held. None of these may call `flush` or `close`.
 
     `written` hears once of each accepted write: with None after the row is committed (the entry then has its real `disk`),
-    else with the error (`Cancelled` for one deleted before its turn). `recreated` is given the images that the directory has
-    when it was opened anew: it was gone, its disk came back, its index was lost or damaged. `shrunk` deletes images
-    when the limit fell below the bytes in use, or a write found the disk full, and returns whether it could.
+    else with the error (`Cancelled` for one deleted before its turn). `reopened` is given what the directory has when
+    it was opened anew: it was gone, its disk came back, its index was lost or damaged. `shrunk` deletes images when the
+    limit fell below the bytes in use, or a write found the disk full, and returns whether it could.
     """
 
     written: Callable[[Entry, Exception | None], None]
-    recreated: Callable[[set[Address]], None] | None = None
+    reopened: Callable[[list[NamespaceRow], list[Entry]], None] | None = None
     shrunk: Callable[[], bool] | None = None
 
 
@@ -173,9 +173,9 @@ class Writer:
             self._opened.note = batch.note
         try:
             if batch.probe or self._opened.lost or self._opened.index.doubtful:
-                there = self._opened.reopen()
-                if there is not None and self._events.recreated is not None:
-                    self._events.recreated(there)
+                contents = self._opened.reopen()
+                if contents is not None and self._events.reopened is not None:
+                    self._events.reopened(contents.namespaces, contents.entries)
             if batch.removals:
                 with self._opened.deleting():
                     self._delete(batch.removals)

@@ -6,7 +6,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from prefixcache.blocks.budget import Reservation
@@ -65,11 +65,16 @@ class Namespaces:
         self._roots: dict[tuple[str, str, str, bytes], bytes] = {}
         self._sweep_at = SWEEP_AT
 
-    def from_row(self, row: NamespaceRow) -> Namespace | None:
-        """Return a namespace that an index names. None, with a warning, when this process can't make its caches."""
+    def from_rows(self, rows: Iterable[NamespaceRow]) -> list[Namespace]:
+        """Return the namespaces that an index names; with a warning without those whose caches this process can't make."""
+        return [namespace for row in rows if (namespace := self._from_row(row)) is not None]
+
+    def _from_row(self, row: NamespaceRow) -> Namespace | None:
         try:
             of_row = ModelCodec.of(codec_from_spec(json.loads(row.codec)))
-            return self._make(row, self._plan_of(of_row, row.layout))
+            plan = self._plan_of(of_row, row.layout)
+            with self._storage.lock:
+                return self._make(row, plan)
         except Exception as error:
             log.warning("namespace %s of model %r cannot be loaded: %s", row.root.hex(), row.model, error)
             return None

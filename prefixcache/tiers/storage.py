@@ -16,7 +16,7 @@ from prefixcache.blocks.superseded import is_beside_whole, is_superseded, may_be
 from prefixcache.image_format import SNAPSHOT, WINDOW
 from prefixcache.memory import collector_at_rest
 from prefixcache.settings import Settings
-from prefixcache.ssd import Address, Cancelled, Entry
+from prefixcache.ssd import Cancelled, Entry
 from prefixcache.tiers.ram import GRAPH_SHARE, Ram
 from prefixcache.tiers.spilling import Spilling
 from prefixcache.tiers.state import Namespace, StorageState
@@ -67,17 +67,15 @@ class Storage(StorageState):
                 raise
 
     def _load(self, lower: TierInGraph, namespaces: Iterable[Namespace], loaded: Callable[[], None]) -> None:
-        believed = set()
-        for namespace in namespaces:
-            known = self.namespaces.setdefault(namespace.row.root, namespace)
-            if known.row.stated == namespace.row.stated:  # else it was forged: the first write to it deletes its images
-                believed.add(namespace.row.root)
-        entries = [entry for entry in lower.tier.entries() if entry.namespace in believed]
-        room = self._room_for_nodes(sum(index_costs(entries, self.graph.slot_bytes)))
+        usable = self._add_namespaces(namespaces)
+        entries = list(lower.tier.entries())
+        placed = [entry for entry in entries if entry.namespace in usable]
+        room = self._room_for_nodes(sum(index_costs(placed, self.graph.slot_bytes)))
         reservation = self.budget.reserve(room, pooled=True)
         assert reservation is not None
         with reservation:
-            lower.load(entries, reservation)
+            lower.load(placed, reservation)
+            lower.note_unindexed(entries)
             loaded()
             slots = [slot for slot in self.graph.slots.values() if may_be_superseded(slot.node)]
             for slot in slots:
@@ -112,12 +110,22 @@ class Storage(StorageState):
                 self.return_to_limits()
             self.changed.notify_all()
 
-    def recreated(self, lower: TierInGraph, kept: set[Address]) -> None:
-        """Note that a tier's directory was gone and has only the `kept` images now; write what RAM holds anew. Called on the
-        tier's thread.
+    def _add_namespaces(self, namespaces: Iterable[Namespace]) -> set[bytes]:
+        """Note the namespaces that a tier's index names, and return the root keys of those whose images are believed."""
+        believed = set()
+        for namespace in namespaces:
+            known = self.namespaces.setdefault(namespace.row.root, namespace)
+            if known.row.stated == namespace.row.stated:  # else it was forged: the first write to it deletes its images
+                believed.add(namespace.row.root)
+        return believed
+
+    def reopened(self, lower: TierInGraph, namespaces: Iterable[Namespace], entries: list[Entry]) -> None:
+        """Note that a tier's directory was opened anew and has these images now; write what RAM holds and it lacks. Called on
+        the tier's thread.
         """
         with self.lock:
-            lower.lose_all_but(kept)
+            self._add_namespaces(namespaces)
+            lower.lose_all_but(entries)
             self.spilling.write_through(self.graph.orders[RAM])
             self.changed.notify_all()
 
@@ -158,8 +166,9 @@ class Storage(StorageState):
 
     def forget_empty_namespaces(self) -> None:
         """Forget namespaces without images, of which whoever chooses salts can make any number."""
-        for namespace in list(self.namespaces.values()):
-            if not namespace.tree.root.children and not namespace.tree.root.snapshots:
+        unindexed = {entry.namespace for tier in self.lower for entry in tier.unindexed.values()}
+        for root, namespace in list(self.namespaces.items()):
+            if not (namespace.tree.root.children or namespace.tree.root.snapshots or root in unindexed):
                 self._forget(namespace)
 
     def _forget(self, namespace: Namespace) -> None:

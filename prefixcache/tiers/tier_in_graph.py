@@ -44,8 +44,8 @@ class TierInGraph:
     # -- opening ------------------------------------------------------------------------------------------------------
 
     def load(self, entries: list[Entry], reservation: Reservation) -> None:
-        """Read the tier's index into the graph: as many of the newest entries as the reservation holds. Images that are in
-        RAM already are newer than all of them.
+        """Read entries of the tier's index into the graph: as many of the newest as the reservation holds. Images that are
+        in RAM already are newer than all of them.
         """
         graph, newest = self._state.graph, self.tier.max_tick()
         oldest = _oldest_within(entries, reservation.left, graph.slot_bytes)
@@ -53,44 +53,50 @@ class TierInGraph:
             slot.tick += newest
         graph.recency.clock += newest
         for entry in entries:
-            if entry.used < oldest or not self._add(entry, reservation):
-                self.unindexed[entry.address] = entry._replace(tokens=b"", extra="")
+            if entry.used >= oldest:
+                self._add(entry, reservation)
         graph.recency.sort_below_ram(graph.slots.values())
         graph.recency.times.load(((entry.used, entry.used_at) for entry in entries), shift=newest)
-        self.unindexed = dict(sorted(self.unindexed.items(), key=lambda item: (item[1].used, -item[1].start)))
+
+    def note_unindexed(self, entries: Iterable[Entry]) -> None:
+        """Note which of all the tier's images the graph doesn't have in it, the least recent first."""
+        slots = self._state.graph.slots
+        left = [e for e in entries if (slot := slots.get(e.address)) is None or not slot.is_in(self.number)]
+        left.sort(key=lambda entry: (entry.used, -entry.start))
+        self.unindexed = {entry.address: entry._replace(tokens=b"", extra="") for entry in left}
 
     def finish_load(self, loaded: int) -> None:
         """Delete images beyond the limit after `load` of so many entries, and log how many are not indexed."""
         self._enforce_limit()
         if self.unindexed:
             log.warning(
-                "%s: %d of %d images are not indexed: ram is too small, or their parents are gone",
+                "%s: %d of %d images are not indexed: ram is too small, their parents are gone, or their model's caches "
+                "are unknown here",
                 self.tier.name,
                 len(self.unindexed),
                 loaded,
             )
 
-    def _add(self, entry: Entry, reservation: Reservation) -> bool:
-        """Give the image of an entry its place in the graph. False when it has none."""
+    def _add(self, entry: Entry, reservation: Reservation) -> None:
+        """Give the image of an entry its place in the graph, where it has one."""
         graph, namespace = self._state.graph, self._state.namespaces[entry.namespace]
         known = graph.slots.get(entry.address)
         if known is not None:  # RAM has it
-            if known.image is None or known.image.checksum != entry.checksum:
-                return False
-            graph.place(known, self.number, disk=entry.disk)
-            return True
+            if known.image is not None and known.image.checksum == entry.checksum:
+                graph.place(known, self.number, disk=entry.disk)
+            return
         parent = parent_of(graph, entry)
         if parent is None:
-            return False
+            return
         mask: tuple[int, ...] = ()
         if entry.kind == WINDOW:
             try:
                 mask = mask_from(entry.extra)
             except ValueError:
-                return False
+                return
             if len(mask) != len(namespace.plan.windows) or window_key(parent.key, mask) != entry.key:
-                return False
-        return place_entry(graph, entry, parent, self.number, reservation, mask) is not None
+                return
+        place_entry(graph, entry, parent, self.number, reservation, mask)
 
     # -- room ---------------------------------------------------------------------------------------------------------
 
@@ -242,13 +248,13 @@ class TierInGraph:
             state.counters.write_errors += 1
         return slot
 
-    def lose_all_but(self, kept: set[Address]) -> None:
-        """Note that the tier's directory was gone, and has only the `kept` images now."""
-        graph = self._state.graph
+    def lose_all_but(self, entries: list[Entry]) -> None:
+        """Note that the tier has these images now, and no other. Those that the graph doesn't know stay out of it."""
+        graph, kept = self._state.graph, {entry.address for entry in entries}
         for slot in list(graph.slots.values()):
             if slot.is_in(self.number) and (slot.kind, slot.key) not in kept:
                 graph.drop(slot, self.number)
-        self.unindexed = {address: entry for address, entry in self.unindexed.items() if address in kept}
+        self.note_unindexed(entries)
 
     def check_integrity(self) -> None:
         """Raise AssertionError when an image is indexed and not. Called under the storage's lock."""

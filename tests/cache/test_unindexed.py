@@ -1,15 +1,20 @@
-"""Images that the SSD has and the graph doesn't, for want of RAM: deleted with their prompt, in the order of their use."""
+"""Images that the SSD has and the graph doesn't, for want of RAM or because their directory was away: deleted with their
+prompt, in the order of their use.
+"""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from prefixcache import PrefixCache
+from prefixcache.store_fetch_remove import namespaces
 from tests.models import states
 from tests.models.states import put
+from tests.waiting import until
 
 PROMPTS = range(1, 40)
 
@@ -78,6 +83,52 @@ def test_what_was_stored_again_is_the_newest(cache, tmp_path):
     left = kept(tmp_path)
     assert 1 in left
     assert 2 not in left
+
+
+def test_what_a_directory_brings_that_was_away_is_cleared(tmp_path):
+    root, aside = tmp_path / "ssd", tmp_path / "aside"
+    with open_on(root) as cache:
+        put(cache, tokens(1))
+        assert cache.flush(20)
+        cache.trim_to(0)
+        root.rename(aside)
+        put(cache, tokens(2))
+        until(lambda: cache.flush(5))
+        assert cache.match(tokens(1), model="m") == (0, 0)
+        shutil.rmtree(root)
+        aside.rename(root)
+        put(cache, tokens(3))
+        until(lambda: cache.flush(5))
+        assert unindexed(cache) == 1
+        cache.check_integrity()
+        cache.clear(model="m")
+        assert cache.flush(20)
+        assert cache.stats().ssd.files == 0
+
+
+def test_images_that_this_process_can_t_use_leave_for_others_and_are_cleared(tmp_path, monkeypatch):
+    with open_on(tmp_path) as cache:
+        for number in PROMPTS:
+            put(cache, tokens(number))
+        assert cache.flush(20)
+        held = cache.stats().ssd.used + cache.stats().ssd.reserve
+    with monkeypatch.context() as patch:
+
+        def unknown(spec: object) -> None:
+            raise ValueError(f"{spec}: unknown")
+
+        patch.setattr(namespaces, "codec_from_spec", unknown)
+        with open_on(tmp_path) as cache:
+            assert unindexed(cache) == len(PROMPTS)
+            cache.resize(ssd=held)
+            put(cache, tokens(100, 1000))
+            assert cache.flush(20)
+            assert cache.match(tokens(100, 1000), model="m").ssd == 1000
+            assert 0 < unindexed(cache) < len(PROMPTS)
+            cache.check_integrity()
+            cache.clear()
+            assert cache.flush(20)
+            assert cache.stats().ssd.files == 0
 
 
 @pytest.mark.parametrize("make", [states.sliceable, states.windowed, states.hybrid])

@@ -106,9 +106,9 @@ def flip(path: Path, at: int) -> None:
 class Opened(Ssd):
     """An Ssd that remembers what its writer reported, unless `written` is told."""
 
-    def __init__(self, directory: Path, *, written: Any = None, recreated: Any = None, **more: Any):
+    def __init__(self, directory: Path, *, written: Any = None, reopened: Any = None, **more: Any):
         self.reports: list[tuple[Entry, Exception | None]] = []
-        events = WriterEvents(written or (lambda entry, error: self.reports.append((entry, error))), recreated)
+        events = WriterEvents(written or (lambda entry, error: self.reports.append((entry, error))), reopened)
         super().__init__(directory, **{"limit": 100 << 20, "queue_bytes": 64 << 20, "events": events, **more})
 
     def put(self, *pairs: tuple[Entry, Image]) -> list[Entry]:

@@ -193,8 +193,8 @@ def test_a_directory_that_vanished_is_recreated(ssd, root):
 def test_an_index_that_sqlite_finds_damaged_is_rebuilt_from_the_files_while_it_runs(
     open_tier, root, monkeypatch, caplog
 ):
-    there: list[set] = []
-    ssd = open_tier(recreated=there.append)
+    there: list[tuple[list, list]] = []
+    ssd = open_tier(reopened=lambda *contents: there.append(contents))
     stored = ssd.put(*chain(5))
     index = directory_of(ssd).index._connection
     (page,) = index.execute("SELECT rootpage FROM sqlite_master WHERE name = 'image_by_key'").fetchone()
@@ -204,7 +204,9 @@ def test_an_index_that_sqlite_finds_damaged_is_rebuilt_from_the_files_while_it_r
     script = f"f = open({str(root / 'index.db')!r}, 'r+b'); f.seek({(page - 1) * 4096}); f.write(b'\\xff' * 4096)"
     subprocess.run([sys.executable, "-c", script], check=True)
     until(lambda: ssd.write(*pair(make(9))) and ssd.flush(5))
-    assert there == [{entry.address for entry in stored}]
+    ((namespaces, entries),) = there
+    assert [namespace.stated for namespace in namespaces] == [SPACE.stated]
+    assert {entry.address for entry in entries} == {entry.address for entry in stored}
     assert "the index was damaged; it was rebuilt" in caplog.text
     assert all(ssd.read(entry).result(10) for entry in stored)
     ssd.check_integrity()
