@@ -44,10 +44,11 @@ from prefixcache.store_fetch_remove.fetch import FetchedPrompt, Fetches, decline
 from prefixcache.store_fetch_remove.hot import forget_deleted, keep_hot
 from prefixcache.store_fetch_remove.leases import Leased
 from prefixcache.store_fetch_remove.live_stores import LiveStores
-from prefixcache.store_fetch_remove.numbers import check_leave, number, seconds
+from prefixcache.store_fetch_remove.numbers import check_leave, number, seconds, unix_time
 from prefixcache.store_fetch_remove.pins import Pinned
 from prefixcache.store_fetch_remove.pruning import (
     Deleted,
+    clear_all,
     clear_namespaces,
     end_session,
     prune_namespaces,
@@ -630,10 +631,8 @@ class PrefixCache:
         self._opened.check_open()
         if model is None and salt is None:
             with self._storage.lock:
-                slots = self._storage.graph.slots.values()
-                deleted = Deleted(len(slots), sum(slot.nbytes for slot in slots))
                 self._opened.pins.clear()
-                self._storage.clear()
+                deleted = clear_all(self._storage)
         else:
             roots = roots_meant(self._storage, Selection(model), None if salt is None else as_salt(salt))
             self._opened.pins.clear(roots)
@@ -670,11 +669,14 @@ class PrefixCache:
                 else "the SSD's disk is not there yet"
             )
             raise ValueError(f"ssd_to={ssd_to!r}: {why}; leave it out")
+        used_before = unix_time(used_before, "prune: used_before")
         storage, selection = self._storage, Selection(model, namespace)
         roots = roots_meant(storage, selection, None if salt is None else as_salt(salt))
-        if ssd_to is not None:
-            return prune_tier(storage, storage.lower[0], roots, used_before, number(ssd_to, "prune: ssd_to", "bytes"))
-        deleted = prune_namespaces(storage, roots, used_before)
+        if ssd_to is None:
+            deleted = prune_namespaces(storage, roots, used_before)
+        else:
+            to_size = number(ssd_to, "prune: ssd_to", "bytes")
+            deleted = prune_tier(storage, storage.lower[0], roots, used_before, to_size)
         forget_deleted(storage)
         trim_process_memory()
         return deleted

@@ -16,6 +16,15 @@ def seconds(value: Any, what: str) -> float | None:
     return float(min(value, YEAR))
 
 
+def unix_time(value: Any, what: str) -> float | None:
+    """Return a time, None for none; else ValueError."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
+        raise ValueError(f"{what}={value!r}: give a Unix time in seconds, such as time.time() - 3600")
+    return float(value)
+
+
 def number(value: Any, call: str, what: str, most: int | None = None) -> int:
     """Return a whole number of `what`, 0 or more and `most` at most; else ValueError."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:

@@ -46,6 +46,15 @@ def roots_meant(storage: Storage, selection: Selection, salt: bytes | None) -> s
     }
 
 
+def clear_all(storage: Storage) -> Deleted:
+    """Delete every image from every tier, pinned ones, too."""
+    with storage.lock:
+        nbytes = {entry.address: entry.nbytes for tier in storage.lower for entry in tier.unindexed.values()}
+        nbytes |= {address: slot.nbytes for address, slot in storage.graph.slots.items()}
+        storage.clear()
+    return Deleted(len(nbytes), sum(nbytes.values()))
+
+
 def clear_namespaces(storage: Storage, roots: Collection[bytes]) -> Deleted:
     """Delete every image of these namespaces from every tier, pinned ones, too."""
     images = nbytes = 0
@@ -94,7 +103,8 @@ def prune_tier(
                     return Deleted(images, nbytes, held)
                 if not slot.is_in(lower.number):
                     continue
-                if slot.pins or slot.pending or storage.graph.has_dependents(slot, lower.number):
+                needed = slot.pins or slot.pending or storage.graph.has_dependents(slot, lower.number)
+                if needed or (newest is not None and slot.tick > newest):
                     held += 1
                 else:
                     images, nbytes = images + 1, nbytes + slot.nbytes

@@ -47,7 +47,8 @@ def remove_following(storage: Storage, prompt: Prompt) -> int:
             above = (len(prompt) - 1) // BLOCK
             path = prompt.walk(namespace).path[:above]
             if len(path) < above:  # the rest was evicted: nothing goes on from what is left of it
-                freed += _remove_blocks(storage, path[-1]) if path else 0
+                if path and path[-1].is_whole:  # else another prompt ends there
+                    freed += _remove_blocks(storage, path[-1])
                 continue
             parent = path[-1] if path else namespace.tree.root
             for slot in list(_beginning_with(parent, prompt.token_bytes[above * BLOCK * TOKEN_BYTES :])):

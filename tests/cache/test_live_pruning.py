@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from prefixcache import PrefixCache
+from prefixcache.store_fetch_remove import pruning
 from prefixcache.store_fetch_remove.selection import NoSuchNamespace
 from tests.inside import inside
 from tests.models import states
@@ -164,6 +165,39 @@ def test_pruning_to_a_size_spares_ram_and_other_models(tmp_path):
         cache.trim_to(0)
         assert cache.match(tokens_of(7), model="other").ssd == 600
         cache.check_integrity()
+
+
+def test_what_is_used_while_the_ssd_is_pruned_by_time_stays(tmp_path, clock, monkeypatch):
+    with PrefixCache(ram="20MB", codec="raw", ssd_dir=tmp_path / "ssd", ssd="60MB", memory_reserve=0) as cache:
+        for name in range(2):
+            put(cache, tokens_of(name))
+        cache.flush(30)
+        clock.ahead += HOUR
+        before, portions = time.time(), pruning._portions
+
+        def used_meanwhile(slots):
+            cache.fetch(tokens_of(0), model="m@1")
+            yield from portions(slots)
+
+        monkeypatch.setattr(pruning, "_portions", used_meanwhile)
+        assert cache.prune(used_before=before, ssd_to=0).held == 3
+        assert cache.stats().images_on_ssd == 3
+        cache.check_integrity()
+
+
+def test_a_shorter_prompt_stays_when_one_beyond_it_is_removed_with_what_follows(options):
+    with PrefixCache(**options) as cache:
+        put(cache, tokens_of(1, 300))
+        cache.flush(30)
+        assert cache.remove(tokens_of(1, 900), model="m@1", following=True) == 0
+        assert depth(cache, tokens_of(1, 300)) == 300
+
+
+def test_a_time_that_is_none_is_told():
+    with PrefixCache(ram="1MB") as cache:
+        for value in ("yesterday", float("nan"), True):
+            with pytest.raises(ValueError, match=r"prune: used_before=.*give a Unix time in seconds"):
+                cache.prune(used_before=value)
 
 
 def test_nothing_selected_and_no_ssd_are_told():
