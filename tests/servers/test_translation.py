@@ -39,17 +39,17 @@ def streamed(api: Api, request: dict[str, Any], tokens: int) -> str:
     http = Http()
     sends = Translation(http, api, {**request, "stream": True})
     context = SimpleNamespace(prompt=[1, 2, 3], prompt_cache_count=1)
-    provider = SimpleNamespace(tokenizer=THINKS_NOT)
+    asked = SimpleNamespace(tokenizer=THINKS_NOT)  # by then, another model may be loaded
     responses = iter([SimpleNamespace(token=0)] * tokens)
-    generator = SimpleNamespace(generate=lambda: (context, responses), model_provider=provider)
+    generator = SimpleNamespace(generate=lambda request: (context, responses))
     completion = SimpleNamespace(response_generator=generator, request_id="chatcmpl-1", requested_model="m", body={})
 
     def answer() -> None:
-        _, responses = completion.response_generator.generate()
+        _, responses = completion.response_generator.generate(asked)
         assert len(list(responses)) == tokens
         sends.write(b"data: [DONE]\n\n")
 
-    sends.complete(completion, None, answer)
+    sends.complete(completion, asked, answer)
     return http.wfile.getvalue().decode()
 
 

@@ -377,7 +377,7 @@ class Generator:
         their turn; one whose model had to be loaded first waits for the SSD here, and nobody is served meanwhile.
         """
         known: TokenizedRequest | None = getattr(request, "tokenized", None)
-        request.tokenized = None
+        request.tokenized, request.tokenizer = None, tokenizer
         if known is None or known.tokenizer is not tokenizer:
             known = self._tokenize(tokenizer, request, args)
             request_log = _log_of(request)

@@ -57,6 +57,7 @@ class Translation:
         self._events = api.stream(request) if streams else None
         self._completion: Any = None
         self._context: Any = None  # of the answer, once the prompt's turn has come
+        self._tokenizer: Any = None  # of the model that answers, once it does
         self._has_begun = False
         self._sent_at = time.monotonic()
         self._thoughts: ThoughtCount | None = None
@@ -70,10 +71,11 @@ class Translation:
         completion.response_generator = self
         self._http.complete(completion, request, (lambda: self._count(request)) if self._api.counts_only else answer)
 
-    def generate(self, *args: Any, **options: Any) -> Any:
+    def generate(self, request: Any, *args: Any, **options: Any) -> Any:
         """Have the answer generated, as `Generator` does."""
-        self._context, responses = self._generator.generate(*args, **options)
-        self._thoughts = ThoughtCount(self._generator.model_provider.tokenizer, list(self._context.prompt))
+        self._context, responses = self._generator.generate(request, *args, **options)
+        self._tokenizer = request.tokenizer
+        self._thoughts = ThoughtCount(self._tokenizer, list(self._context.prompt))
         return self._context, self._watch(responses)
 
     def _watch(self, responses: Iterable[Any]) -> Iterator[Any]:
@@ -161,8 +163,8 @@ class Translation:
         stops = self._completion.body.get("stop") or ()
         for choice in chat["choices"]:
             if choice.get("finish_reason") == "stop" and stops:
-                tokenizer, tokens = self._generator.model_provider.tokenizer, list(self._tokens)
-                choice["stop_reason"] = self._completion.stopped_by or stop_text(tokenizer, stops, tokens)
+                ended_by = self._completion.stopped_by or stop_text(self._tokenizer, stops, list(self._tokens))
+                choice["stop_reason"] = ended_by
         return chat
 
 
