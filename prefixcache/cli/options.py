@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Annotated, Any, get_type_hints
 
@@ -19,6 +19,7 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would be 
 AdapterPath = Annotated[
     str | None, typer.Option("--adapter-path", metavar="PATH", help="The folder of a LoRA adapter.")
 ]
+TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")]
 Float32 = Annotated[
     bool, typer.Option("--float32", help="Cast the weights: a CPU multiplies float32 faster than half precision.")
 ]
@@ -34,9 +35,7 @@ class TokenizerOptions:
     chat_template_args: Annotated[
         str, typer.Option(metavar="JSON", help="Arguments of the template, such as '{\"enable_thinking\": false}'.")
     ] = "{}"
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
-    ] = False
+    trust_remote_code: TrustRemoteCode = False
 
     def config(self) -> dict[str, Any]:
         """Return what mlx-lm makes the tokenizer with."""
@@ -116,6 +115,15 @@ def flag_of(name: str) -> str:
 def flags_of(options: Any) -> dict[str, Any]:
     """Return the values of a dataclass of options by their flags, for messages that name one."""
     return {flag_of(field.name): getattr(options, field.name) for field in fields(options)}
+
+
+def flags_given(*groups: Any) -> Iterator[str]:
+    """Yield the flags by which dataclasses of options differ from their defaults."""
+    for options in groups:
+        usual = flags_of(type(options)())
+        for flag, value in flags_of(options).items():
+            if value != usual[flag]:
+                yield flag.replace("--", "--no-", 1) if value is False else flag
 
 
 def _flags(options: Any) -> list[inspect.Parameter]:

@@ -35,6 +35,8 @@ NOBODY = "http://127.0.0.1:1"
         (("remove", "--url", NOBODY, "/nowhere/p"), "/nowhere/p: No such file"),
         (("pin", "--url", NOBODY, "--undo"), "--undo without prompts"),
         (("warm", "--url", NOBODY, "--model", "m", "x"), "--model with --url: the server has its own"),
+        (("warm", "--url", NOBODY, "--no-canonical", "x"), "--no-canonical with --url: the server has its own"),
+        (("warm", "--url", NOBODY, "--prefill-step-size", "9", "x"), "--prefill-step-size with --url: the server has"),
         (("warm", "--url", NOBODY, "--ssd-dir", "x", "x"), "--ssd-dir with --url: the server has its own"),
     ],
 )

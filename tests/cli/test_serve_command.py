@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -83,7 +84,7 @@ def test_the_help_names_its_own_flags_and_leads_to_mlx_lms(call):
         (["--codec", "zip"], "--codec='zip': not a codec"),
         (["--kv-bits", 8, "--key-bits", 4], "--kv-bits with --key-bits: "),
         (["--kv-bits=8", "--codec", "raw"], "--kv-bits with --codec: "),
-        (["--ssd", "5GB"], "--ssd 5GB without --ssd-dir: "),
+        (["--ssd", "5GB"], 'ssd="5GB" without ssd_dir: '),
         (["--ram", "0"], "--ram=0: "),
         (["--ram", "much"], "--ram='much': not a size"),
         (["--readers", 100], "--readers '100': Input should be less than or equal to 64"),
@@ -114,6 +115,10 @@ def test_the_help_names_its_own_flags_and_leads_to_mlx_lms(call):
         (["--vlm", "--port", "99999"], "--host 127.0.0.1 --port 99999: "),
         (["--vlm", "--host", "no.invalid"], "--host no.invalid --port 0: "),
         (["--vlm", "--model", "/tmp/no"], "--model /tmp/no: no such folder; give one or a Hugging Face name"),
+        (
+            ["--vlm", "--model=~/no"],
+            f"--model {os.path.expanduser('~/no')}: no such folder; give one or a Hugging Face name",
+        ),
         (["--vlm", "--grace", "1"], "--grace with --vlm: not for mlx_vlm.server; leave it out"),
     ],
 )
@@ -123,9 +128,13 @@ def test_what_cant_be_served_is_told_in_one_line(call, model, flags, told):
 
 def test_a_folder_in_a_home_is_loaded_by_its_whole_path(model, monkeypatch):
     monkeypatch.setenv("HOME", str(model.parent))
-    args = read_flags([f"--model=~/{model.name}"])  # as a unit of systemd or a shell leaves it
-    check_model(args)
-    assert args.model == str(model)
+    for flags in (
+        [f"--model=~/{model.name}"],
+        ["--model", f"~/{model.name}"],
+    ):  # as a unit of systemd or a shell leaves it
+        args = read_flags(flags)
+        check_model(args)
+        assert args.model == str(model)
 
 
 @pytest.mark.parametrize(

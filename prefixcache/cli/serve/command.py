@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from prefixcache.cli.options import CanonicalOptions, flag_of, flags_of, with_options
+from prefixcache.cli.options import CanonicalOptions, flag_of, flags_given, with_options
 from prefixcache.cli.progress import bar
 from prefixcache.cli.serve.cache_options import BITS, settings_from, with_settings
 from prefixcache.cli.serve.options import AdminOptions, RequestOptions, RunOptions
@@ -123,11 +123,9 @@ def _check_vlm(*given: Any) -> None:
     """Raise ValueError without mlx-vlm, and for an option that mlx_vlm.server's requests don't know."""
     if find_spec("mlx_vlm") is None:
         raise ValueError('--vlm without mlx-vlm: run pip install "prefixcache[vlm]"')
-    for options in given:
-        for flag, value in flags_of(options).items():
-            if flag not in VLM_FLAGS and value != flags_of(type(options)())[flag]:
-                flag = flag if value is not False else flag.replace("--", "--no-", 1)
-                raise ValueError(f"{flag} with --vlm: not for mlx_vlm.server; leave it out")
+    for flag in flags_given(*given):
+        if flag not in VLM_FLAGS:
+            raise ValueError(f"{flag} with --vlm: not for mlx_vlm.server; leave it out")
 
 
 def _salt_key(settings: Settings) -> bytes:

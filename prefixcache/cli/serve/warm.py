@@ -17,7 +17,7 @@ import typer
 
 from prefixcache.cache import PrefixCache
 from prefixcache.cli.model_files import load_tokenizer, model_folder
-from prefixcache.cli.options import AdapterPath, CanonicalOptions, TokenizerOptions, flag_of, with_options
+from prefixcache.cli.options import AdapterPath, CanonicalOptions, TokenizerOptions, flag_of, flags_given, with_options
 from prefixcache.cli.progress import bar
 from prefixcache.cli.running.admin_client import KeyFile
 from prefixcache.cli.running.warm import warm_live
@@ -99,16 +99,10 @@ def warm(
     Exit code: 0 all is stored, 1 not all of it found room, 2 it could not be done, 128 + the signal that ended it.
     """
     if url is not None:
-        others: dict[str, Any] = {
-            "--model": given.model,
-            "--adapter-path": given.adapter_path,
-            "--chat-template": tokenizer.chat_template,
-        }
-        others |= {flag_of(name): value for name, value in flags.items()}
-        for option, value in others.items():
-            if value not in (None, [], ()):
-                complain(f"{option} with --url: the server has its own; leave it out")
-                raise typer.Exit(2)
+        settings_given = (flag_of(name) for name, value in flags.items() if value not in (None, [], ()))
+        for option in (*flags_given(given, tokenizer, text), *settings_given):
+            complain(f"{option} with --url: the server has its own; leave it out")
+            raise typer.Exit(2)
         return warm_live(url, admin_key_file, prompts or [])
     try:
         settings = _settings(flags)

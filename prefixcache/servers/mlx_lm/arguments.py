@@ -4,12 +4,29 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from prefixcache.servers.errors import ServeError
 from prefixcache.servers.mlx_lm.upstream import parse_flags
+
+FOLDERS = ("--model", "--draft-model", "--adapter-path")
+
+
+def with_homes(flags: Iterable[str]) -> list[str]:
+    """Return the flags with the path of a home for the ~ that a shell leaves in --model=~/model: mlx-lm and mlx-vlm would
+    take it for a Hugging Face name.
+    """
+    expanded: list[str] = []
+    for flag in flags:
+        name, equals, value = flag.partition("=")
+        if expanded and expanded[-1] in FOLDERS:
+            flag = os.path.expanduser(flag)
+        elif equals and name in FOLDERS:
+            flag = f"{name}={os.path.expanduser(value)}"
+        expanded.append(flag)
+    return expanded
 
 
 class Flags(argparse.ArgumentParser):
@@ -24,21 +41,16 @@ class Flags(argparse.ArgumentParser):
 
 def read_flags(flags: Sequence[str]) -> argparse.Namespace:
     """Return what mlx_lm.server's command line makes of these flags. ServeError for those that it doesn't take."""
-    args = parse_flags(Flags, flags)
+    args = parse_flags(Flags, with_homes(flags))
     if args is None:
         raise ServeError("this release of mlx-lm reads its flags another way; install mlx-lm 0.31.3 or 0.32")
-    for name in ("model", "draft_model", "adapter_path"):
-        if folder := getattr(args, name):
-            setattr(args, name, os.path.expanduser(folder))  # a shell leaves the tilde in --model=~/model
     return args
 
 
 def check_model(args: argparse.Namespace) -> None:
-    """Name a folder that isn't there, by ServeError, before anything is loaded or downloaded; one of a home gets its whole
-    path, since mlx-lm takes a ~ for a Hugging Face name.
-    """
-    for name in ("model", "draft_model", "adapter_path"):
-        flag, value = f"--{name.replace('_', '-')}", getattr(args, name)
+    """Name a folder that isn't there, by ServeError, before anything is loaded or downloaded."""
+    for flag in FOLDERS:
+        value = getattr(args, flag[2:].replace("-", "_"))
         if value is None:
             continue
         if not value:
@@ -51,5 +63,3 @@ def check_model(args: argparse.Namespace) -> None:
         config = "adapter_config.json" if flag == "--adapter-path" else "config.json"
         if folder.is_dir() and not (folder / config).is_file():
             raise ServeError(f"{flag} {value}: the folder has no {config}; give the folder that has it")
-        if value.startswith("~"):
-            setattr(args, name, str(folder))

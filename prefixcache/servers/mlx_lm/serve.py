@@ -35,7 +35,7 @@ def serve(settings: Settings, flags: Sequence[str], options: ServeOptions) -> No
     """
     args = read_flags(flags)
     if mx.metal.is_available():  # as mlx-lm does it: the weights stay in memory
-        mx.set_wired_limit(int(mx.device_info()["max_recommended_working_set_size"]))
+        mx.set_wired_limit(int(mx.device_info(mx.gpu)["max_recommended_working_set_size"]))
     with Ending() as ending, pool_kept():
         if serve_rank(settings, args, options, ending):
             return

@@ -85,8 +85,19 @@ class Models(server.ModelProvider):
         self._load_by, self._has_begun = load, False
         super().__init__(cli_args)
         served = cli_args.model
+        self._own_names = {served} if served else set()
         if served and Path(served).exists():  # as /v1/models lists it
-            self._model_map[str(Path(served).resolve())] = served
+            self._own_names.add(str(Path(served).resolve()))
+        self._model_map |= dict.fromkeys(self._own_names, served)
+
+    def load(self, model_path: str, adapter_path: str | None = None, draft_model_path: str | None = None) -> Any:
+        return super().load(self._named(model_path, adapter_path), adapter_path, draft_model_path)
+
+    def _named(self, model: str, adapter: str | None) -> str:
+        """Return "default_model" for the served model by its own name, which would have no adapter, or for the name itself
+        where a request names an adapter.
+        """
+        return "default_model" if adapter is None and model in self._own_names else model
 
     def load_default(self) -> None:
         """Load the default model, once: mlx-lm's loop, entered again after a failure, goes on with what is loaded."""
@@ -107,7 +118,7 @@ class Models(server.ModelProvider):
         if not MLX_LM_0_31:  # which has no `reset`
             self.reset()
 
-    def key_of(self, *names: Any) -> ModelKey:
+    def key_of(self, model: str, adapter: str | None, draft: str | None) -> ModelKey:
         """Return the key of model, adapter and draft model that a request means by these names.
 
         Patch: only `load` knows it, and releases differ in it, so it runs on an object that loads nothing. Issue: none
@@ -116,9 +127,9 @@ class Models(server.ModelProvider):
         keys: list[tuple[Any, ...]] = []
         maps = {name: getattr(self, name) for name in ("_model_map", "_adapter_map", "_draft_model_map")}
         no_model = dict.fromkeys(("model_key", "model", "tokenizer"))
-        server.ModelProvider.load(SimpleNamespace(**maps, **no_model, _load=lambda *key: keys.append(key)), *names)
-        model, adapter, draft = (*keys[0], None, None)[:3]
-        return model, adapter, draft
+        of_names = SimpleNamespace(**maps, **no_model, _load=lambda *key: keys.append(key))
+        server.ModelProvider.load(of_names, self._named(model, adapter), adapter, draft)
+        return (*keys[0], None, None)[:3]
 
     def tokenizer_in(self, folder: Path) -> Any:
         """Return the tokenizer of a model's folder, as `load` makes it."""
@@ -211,7 +222,8 @@ class Completion(server.APIHandler):
         body = json.dumps(fields).encode()
         self.created, self.system_fingerprint = int(time.time()), FINGERPRINT
         self.told, self.stopped_by, self._is_stopped = ToldAnswer(), "", False
-        self.response_generator, self._models, self.path = generator, generator.model_provider, http.path
+        self.response_generator, self.path = generator, http.path
+        self._tokenizer: Any = None  # of the model that answers, once it does
         self.headers, self.rfile = {"Content-Length": str(len(body))}, io.BytesIO(body)
         self.wfile, self.send_response = http.wfile, http.send_response
         self.send_header, self.end_headers = http.send_header, http.end_headers
@@ -252,6 +264,7 @@ class Completion(server.APIHandler):
 
     def _generate(self, generator: Any, request: Any, stops: StopTexts | None, *args: Any, **options: Any) -> Any:
         context, responses = generator.generate(*args, **options)
+        self._tokenizer = request.tokenizer
         context.tool_parser = partial(calls_in, context.tool_parser)
         if stops is None:
             return context, responses
@@ -272,9 +285,9 @@ class Completion(server.APIHandler):
         """
         text, end = response.text, stops.end_in(response.text)
         if end is None and response.finish_reason == "stop":
-            if response.token in self._models.tokenizer.eos_token_ids:
+            if response.token in self._tokenizer.eos_token_ids:
                 return replace(response, finish_reason="length")  # what a stop text may begin with is told
-            text += self._models.tokenizer.decode([response.token])  # it is left out of a batch's
+            text += self._tokenizer.decode([response.token])  # it is left out of a batch's
             end = stops.end_in(text[len(response.text) :])
             end = None if end is None else end + len(response.text)
         return None if end is None else replace(response, text=text[:end], finish_reason=STOP_TEXT)
@@ -296,7 +309,7 @@ class Completion(server.APIHandler):
         Patch: mlx-lm names no token, or with `top_logprobs` any of the likeliest as the one that was sampled, unsorted.
         Issue: none filed. Goes when its are OpenAI's.
         """
-        names = self._models.tokenizer.convert_ids_to_tokens(tokens)
+        names = self._tokenizer.convert_ids_to_tokens(tokens)
         tops = [sorted(top, key=lambda each: -each["logprob"]) for top in top_tokens] or [[] for _ in tokens]
         return [
             {"id": token, "token": name, "logprob": logprob, "top_logprobs": top}

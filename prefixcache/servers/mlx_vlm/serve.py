@@ -19,7 +19,7 @@ from prefixcache.servers.causality import NotCausal, media_are_whole
 from prefixcache.servers.ending import Ending
 from prefixcache.servers.errors import ServeError, no_address
 from prefixcache.servers.media_inputs import placeholders_of
-from prefixcache.servers.mlx_lm.arguments import Flags, check_model
+from prefixcache.servers.mlx_lm.arguments import FOLDERS, Flags, check_model, with_homes
 from prefixcache.servers.mlx_vlm import upstream
 from prefixcache.servers.mlx_vlm.prompts import ModelPrompts
 from prefixcache.servers.salts import Salts
@@ -37,7 +37,7 @@ def serve(settings: Settings, flags: Sequence[str], salts: Salts, allowed_hosts:
     `salts`: whose a request's prompts are. `allowed_hosts`: names of the server beside those that it is bound to. Raises
     ServeError, ValueError or `ssd.DirectoryError` when it can't start.
     """
-    ours, others = _read_ours(flags)
+    ours, others = _read_ours(with_homes(flags))
     address = _checked_address(ours.host, others)
     access = WebAccess.of(ours.host, address, allowed_hosts, ours.allowed_origins.split(","))
     with Ending(), pool_kept(), PrefixCache(settings) as cache:
@@ -61,7 +61,7 @@ def _checked_address(host: str, flags: Sequence[str]) -> str:
     would in a process of its own.
     """
     parser = Flags()
-    for flag in ("--model", "--draft-model", "--adapter-path"):
+    for flag in FOLDERS:
         parser.add_argument(flag)
     parser.add_argument("--port", type=int, default=upstream.PORT)
     parser.add_argument("--reload", action="store_true")
