@@ -23,7 +23,7 @@ from prefixcache.cli.evaluate.texts import EvaluationSize, default_text
 from prefixcache.cli.evaluate.trials import RowScores
 from prefixcache.cli.text import Refused
 from tests.models.calibrated import calibrate
-from tests.models.families import FAMILIES
+from tests.models.families import FAMILIES, MLX_LM_0_31
 from tests.servers.serving import save_model
 
 ROOT = Path(__file__).parent.parent.parent
@@ -89,7 +89,7 @@ def shown(facts: dict[str, Any]) -> str:
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     """The command finds a random Llama under every name."""
-    monkeypatch.setattr(evaluating, "load", lambda name, adapter, float32: subject("llama"))
+    monkeypatch.setattr(evaluating, "load", lambda name, adapter, **more: subject("llama"))
 
 
 # -- what is measured -------------------------------------------------------------------------------------------------
@@ -300,6 +300,17 @@ def test_a_model_that_is_not_there_or_is_none_is_refused(call, tmp_path):
     done = call("evaluate", tmp_path, "--adapter-path", tmp_path / "none")
     assert done.exit_code == 2
     assert "--adapter-path" in done.stderr
+
+
+@pytest.mark.skipif(MLX_LM_0_31, reason="it runs a model's own code unasked")
+def test_code_that_comes_with_a_model_is_run_where_it_is_trusted(tmp_path):
+    model = save_model(tmp_path / "own")
+    (model / "model.py").write_text("from mlx_lm.models.llama import Model, ModelArgs\n")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "model_file": "model.py"}))
+    with pytest.raises(Refused, match="--trust-remote-code"):
+        evaluating.load(str(model))
+    assert evaluating.load(str(model), trusted=True).model.layers
 
 
 def test_a_cache_that_can_not_be_stored_is_refused(monkeypatch):

@@ -54,7 +54,7 @@ def make(job: Calibration, folder: Path, progress: Progress = lambda done, of, w
 
     Refused for a model, a text or a job that gives none; Resumable when it is interrupted. The same job gives the same file.
     """
-    subject = load(job.model, job.adapter)
+    subject = load(job.model, job.adapter, trusted=job.trust_remote_code)
     identity = subject.identity
     progress(None, None, "cutting the text")
     read = _windows(job, subject)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from prefixcache.cli.options import AdapterPath, Float32
+from prefixcache.cli.options import AdapterPath, Float32, TrustRemoteCode
 
 DRAWS = 6  # of a window, where there are windows enough: then its prefix is prefilled less often
 
@@ -21,6 +21,7 @@ class Calibration:
         str, typer.Argument(metavar="MODEL", help="A model's folder, or its name on Hugging Face.", show_default=False)
     ] = ""
     adapter: AdapterPath = None
+    trust_remote_code: TrustRemoteCode = False
     texts: Annotated[
         list[Path] | None,
         typer.Option(

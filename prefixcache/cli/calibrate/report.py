@@ -108,6 +108,7 @@ def screen(calibrated: CalibratedBasis, job: Calibration, basis_dir: Path | None
         "a token in the transformed layers:",
     ]
     words = ["prefixcache", "serve", "--model", job.model, *(["--adapter-path", job.adapter] if job.adapter else [])]
+    words += ["--trust-remote-code"] if job.trust_remote_code else []
     words += ["--codec", "transform", *(["--basis-dir", str(basis_dir)] if basis_dir else [])]
     return [*map(foreign, filter(None, lines)), table(grid(basis)), foreign(f"next: {shlex.join(words)}")]
 

@@ -14,7 +14,7 @@ import typer
 
 from prefixcache.cli.evaluate.report import as_markdown, screen
 from prefixcache.cli.evaluate.texts import EvaluationSize, default_text, read_texts
-from prefixcache.cli.options import AdapterPath, AsJson, Float32, with_options
+from prefixcache.cli.options import AdapterPath, AsJson, Float32, TrustRemoteCode, with_options
 from prefixcache.cli.progress import bar
 from prefixcache.cli.text import Refused, console, print_json, refusing
 
@@ -28,6 +28,7 @@ class EvaluatedModel:
 
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A model's folder, or its name on Hugging Face.")]
     adapter: AdapterPath = None
+    trust_remote_code: TrustRemoteCode = False
     float32: Float32 = False
     basis_dir: Annotated[
         Path | None,
@@ -65,7 +66,7 @@ def evaluate(
             codec_of(spec)
         source = read_texts(text) if text else default_text()
         with bar("evaluating") as show:
-            loaded = load(subject.model, subject.adapter, subject.float32)
+            loaded = load(subject.model, subject.adapter, float32=subject.float32, trusted=subject.trust_remote_code)
             measured = measure(loaded, specs, source, size, show, subject.basis_dir)
     text_facts = {"files": [str(file) for file in text or ()], "python": None if text else platform.python_version()}
     given = {"model": subject.model, "adapter": subject.adapter, "float32": subject.float32}

@@ -31,6 +31,7 @@ from prefixcache.codecs.transform.bases import Bases
 from prefixcache.keys import BLOCK
 from prefixcache.planning.model_config import context_length
 from prefixcache.settings import BASIS_DIR
+from prefixcache.upstream import known_options
 
 ANSWER = 32  # tokens that an answer may have; some models say a sentence before the number
 NUMBER = re.compile(r"\d+")
@@ -51,8 +52,9 @@ class Subject(NamedTuple):
     identity: str = "evaluated"
 
 
-def load(name: str, adapter: str | None = None, float32: bool = False) -> Subject:
-    """Load a model from its folder, or by its name on Hugging Face; with `float32` its weights are cast.
+def load(name: str, adapter: str | None = None, *, float32: bool = False, trusted: bool = False) -> Subject:
+    """Load a model from its folder, or by its name on Hugging Face; with `float32` its weights are cast. `trusted`: code
+    that comes with it is run.
 
     Refused when mlx-lm can't load it.
     """
@@ -67,10 +69,15 @@ def load(name: str, adapter: str | None = None, float32: bool = False) -> Subjec
     logging.getLogger("transformers").setLevel(logging.ERROR)  # it would warn that the text is longer than the context
     try:
         model, tokenizer, config = mlx_lm.load(
-            str(folder) if folder.exists() else name, adapter_path=adapter, return_config=True
+            str(folder) if folder.exists() else name,
+            {"trust_remote_code": trusted},
+            adapter_path=adapter,
+            return_config=True,
+            **known_options(mlx_lm.load, trust_remote_code=trusted),
         )
     except Exception as error:  # what mlx-lm, transformers and the Hub raise has no common class
         reason = next(iter(str(error).splitlines()), "") or type(error).__name__
+        reason = reason.replace("trust_remote_code=True", "--trust-remote-code")
         raise Refused(f"{name}: mlx-lm can't load it: {reason}") from error
     if float32:
         model.set_dtype(mx.float32)
