@@ -25,7 +25,7 @@ from pydantic import (
 )
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
 
-from prefixcache.byte_sizes import parse_size
+from prefixcache.byte_sizes import as_setting, parse_size
 
 
 def _auto_size(value: Any, info: ValidationInfo) -> Any:
@@ -244,6 +244,9 @@ class Settings(BaseSettings):
                 'spill="through" with ssd_admission="second": one writes each block at once, the other not before its second '
                 "use; choose one of them"
             )
+        if self.ssd != 0 and self.model_fields_set & {"ssd", "ssd_dir"} == {"ssd"}:
+            limit = self.ssd if self.ssd == "auto" else as_setting(self.ssd)
+            raise ValueError(f'ssd="{limit}" without ssd_dir: no directory to keep it in; name one, or leave ssd out')
         return self
 
     @model_validator(mode="before")

@@ -155,7 +155,7 @@ def test_whatever_is_given_is_a_size_or_a_value_error(value):
 
 @pytest.mark.parametrize("name", ["ram", "ssd", "ssd_reserve", "spill_queue"])
 def test_sizes_that_may_be_auto(name):
-    assert getattr(Settings(**{name: "auto"}), name) == getattr(Settings(), name) == "auto"
+    assert getattr(Settings(**{"ssd_dir": "x", name: "auto"}), name) == getattr(Settings(), name) == "auto"
 
 
 # -- where settings come from -----------------------------------------------------------------------------------------
@@ -197,7 +197,7 @@ def test_a_bad_variable_is_an_error_that_names_it(monkeypatch):
 
 
 def test_arguments_stand_above_variables_and_these_above_the_file(monkeypatch, toml):
-    monkeypatch.setenv("PREFIXCACHE_CONFIG", str(toml('ram = "1GB"\nssd = "1GB"\nreaders = 7\n')))
+    monkeypatch.setenv("PREFIXCACHE_CONFIG", str(toml('ram = "1GB"\nssd_dir = "x"\nssd = "1GB"\nreaders = 7\n')))
     assert (Settings().ram, Settings().ssd, Settings().readers) == (10**9, 10**9, 7)
     monkeypatch.setenv("PREFIXCACHE_RAM", "2GB")
     monkeypatch.setenv("PREFIXCACHE_SSD", "2GB")
@@ -208,7 +208,7 @@ def test_arguments_stand_above_variables_and_these_above_the_file(monkeypatch, t
 @pytest.mark.parametrize("variable", ["PREFIXCACHE_SSD", "prefixcache_ssd"])
 def test_a_named_file_stands_below_arguments_and_variables(monkeypatch, toml, variable):
     monkeypatch.setenv(variable, "2GB")
-    settings = Settings.from_toml(toml('ram = "1GB"\nssd = "1GB"\nreaders = 7\n'), ram="3GB")
+    settings = Settings.from_toml(toml('ram = "1GB"\nssd_dir = "x"\nssd = "1GB"\nreaders = 7\n'), ram="3GB")
     assert (settings.ram, settings.ssd, settings.readers) == (3 * 10**9, 2 * 10**9, 7)
 
 
@@ -344,8 +344,14 @@ def test_auto_is_a_quarter_or_what_the_weights_and_an_eighth_leave(memory, weigh
 
 
 def test_ssd_in_bytes_is_what_was_set(tmp_path):
-    assert Settings(ssd="3GB").ssd_bytes(tmp_path) == 3 * 10**9
+    assert Settings(ssd="3GB", ssd_dir=None).ssd_bytes(tmp_path) == 3 * 10**9
     assert Settings(ssd=0).ssd_bytes(tmp_path / "not" / "there") == 0
+
+
+def test_a_size_of_an_ssd_without_a_directory_is_refused():
+    for size in ("3GB", "auto"):
+        with pytest.raises(ValueError, match=f'ssd="{size}" without ssd_dir: no directory to keep it in; name one'):
+            Settings(ssd=size)
 
 
 class Usage:

@@ -137,8 +137,8 @@ def test_a_directory_named_elsewhere_serves_the_flags(
     [
         ({"codec": "raw", "key_bits": 4}, "--codec with --key-bits: "),
         ({"codec": "turboquant", "key_bits": 4, "value_bits": 4}, "--codec with --key-bits and --value-bits: "),
-        ({"ssd": "2GB"}, "--ssd 2GB without --ssd-dir: "),
-        ({"ssd": "auto"}, "--ssd auto without --ssd-dir: "),
+        ({"ssd": "2GB"}, 'ssd="2GB" without ssd_dir: '),
+        ({"ssd": "auto"}, 'ssd="auto" without ssd_dir: '),
         ({"ram": "0GB"}, "--ram=0: nothing could be kept; give ram a size, such as "),
         ({"ram": "8QB"}, "--ram='8QB': not a size; write "),
         ({"ssd_dir": "/x", "ssd": "much"}, "--ssd='much': not a size; write "),

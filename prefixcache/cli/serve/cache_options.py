@@ -102,12 +102,8 @@ def settings_from(flags: Flags) -> Settings:
     if "codec" in given and bits:
         named = " and ".join(map(flag_of, bits))
         raise ValueError(f"--codec with {named}: both choose the codec; give one, such as --codec turboquant:4:3")
-    others = _settings(given)
-    if "ssd" in given and others.ssd != 0 and others.ssd_dir is None:
-        raise ValueError(f"--ssd {given['ssd']} without --ssd-dir: no directory to keep it in; add --ssd-dir DIR")
-    if bits:
-        given["codec"] = _with_bits(others.codec, bits)
-    return _settings(given)
+    settings = _settings(given)
+    return _settings({**given, "codec": _with_bits(settings.codec, bits)}) if bits else settings
 
 
 def _with_bits(codec: Any, bits: dict[str, Any]) -> Any:
