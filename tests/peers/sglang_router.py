@@ -1,7 +1,6 @@
 """sglang-router 0.3.2 as a process in front of servers, from an environment of its own."""
 
 import os
-import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +10,7 @@ import requests
 
 from tests.peers.wheels import installed
 from tests.servers.serving import SECONDS, Endpoint, Server, wait_for
+from tools.ranks.launch import free_ports
 
 RELEASE = "sglang-router==0.3.2"
 
@@ -59,13 +59,3 @@ def healthy(url: str) -> int:
         return requests.get(f"{url}/readiness", timeout=SECONDS).json().get("healthy_workers", 0)
     except (requests.ConnectionError, ValueError):
         return 0
-
-
-def free_ports(n: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(n)]
-    for one in sockets:
-        one.bind(("127.0.0.1", 0))
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports

@@ -38,17 +38,15 @@ from pathlib import Path
 
 import pytest
 
+from tools.ranks.launch import free_ports
+
 LOOPBACK = "127.0.0.1"
 START = 40  # seconds that a server may take to answer
 BUCKET = "images"
 
 
 def free_port() -> int:
-    """Return a port below 32768 that nobody has: no system gives one of these to a connection before the server takes it."""
-    for port in random.SystemRandom().sample(range(15_000, 32_000), 100):  # Hypothesis seeds the usual one
-        with suppress(OSError), socket.create_server((LOOPBACK, port)):
-            return port
-    raise OSError("no free port")
+    return free_ports(1)[0]
 
 
 @dataclass
