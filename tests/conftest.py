@@ -48,8 +48,13 @@ if sys.platform == "linux" and os.access(MEMORY, os.W_OK) and shutil.disk_usage(
 # What is written while nobody asks has tests of its own: elsewhere what is counted must not depend on how long a test takes.
 DEFAULTS = {"ram": "10MB", "ssd": "50MB", "codec": "raw", "spill_idle": 0}
 
-# Files that take half a minute and more on two cores. They begin first, so that in the end no worker waits long for another.
+# Files that take half a minute and more on two cores, or wait that long for what they fetch. They begin first, so that in the
+# end no worker waits long for another.
 LONGEST = [
+    "peers/test_claude_code.py",
+    "peers/test_codex.py",
+    "ranks/test_rank_server.py",
+    "ranks/test_ranks.py",
     "tools/test_bench.py",
     "cache/test_neighbours.py",
     "servers/test_serve_transform.py",
