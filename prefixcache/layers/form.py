@@ -24,8 +24,10 @@ class CacheForm:
 
     def __init__(self, *prompt_caches: list[Any]):
         """Learn the form of `prompt_caches`, as the caller makes them, of each form that they may have. They are read,
-        never evaluated or kept. Raises CacheError for one that a PrefixCache could not keep.
+        never evaluated or kept. Raises CacheError for one that a PrefixCache could not keep, ValueError for none.
         """
+        if not prompt_caches:
+            raise ValueError("CacheForm() of no prompt cache: give one as make_prompt_cache(model) makes it")
         self._alike = [_layers(read(prompt_cache).layout) for prompt_cache in prompt_caches]
         self.is_recurrent = any(map(_has_state, chain(*self._alike)))
         """Whether the caller's prompt caches have state that can't be cut by token."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from prefixcache import PrefixCache
+from prefixcache.ssd.entries import FOLDERS
 from prefixcache.store_fetch_remove import pruning
 from prefixcache.store_fetch_remove.selection import NoSuchNamespace
 from tests.inside import inside
@@ -31,6 +33,13 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def tokens_of(name: int, count: int = 600) -> list[int]:
     return [name * 1000 + i % 997 for i in range(count)]
+
+
+def bytes_of_files(folder: Path) -> int:
+    """The real bytes of the images."""
+    return sum(
+        file.stat().st_blocks * 512 for kind in FOLDERS for file in (folder / "ssd" / kind).rglob("*") if file.is_file()
+    )
 
 
 def put(cache: PrefixCache, tokens: list[int], **whose: Any) -> None:
@@ -149,16 +158,17 @@ def test_remove_with_what_follows_leaves_what_others_share(options):
 
 
 def test_pruning_to_a_size_spares_ram_and_other_models(tmp_path):
-    with PrefixCache(ram="20MB", codec="raw", ssd_dir=tmp_path / "ssd", ssd="60MB") as cache:
+    with PrefixCache(ram="20MB", codec="raw", ssd_dir=tmp_path / "ssd", ssd="60MB", spill_idle=0) as cache:
         for name in range(6):
             put(cache, tokens_of(name))
         cache.store(tokens_of(7), states.sliceable(tokens_of(7)), model="other")
         cache.flush(30)
-        used = cache.stats().ssd.used
+        used, before = cache.stats().ssd.used, bytes_of_files(tmp_path)
         assert cache.prune(model="m", ssd_to=used).images == 0  # what is kept for the index to grow doesn't count
         deleted = cache.prune(model="m", ssd_to=used - 100_000)
         assert 0 < deleted.images < 18
-        assert cache.stats().ssd.used <= used - 100_000
+        assert inside(cache).ssd.flush(30)  # the cache's own would write them again, from RAM
+        assert bytes_of_files(tmp_path) <= before - 100_000  # the index's log has the deletions until it is cut
         assert cache.match(tokens_of(0), model="m@1").ram == 600  # RAM has it still
         cache.prune(model="m", ssd_to=0)
         assert cache.stats().images_on_ssd == 3

@@ -143,6 +143,11 @@ def test_a_prompt_has_its_form_in_every_call(tmp_path):
             cache.prompt(LONG, model="m@1", like="plain")
 
 
+def test_a_form_of_no_prompt_cache_is_refused():
+    with pytest.raises(ValueError, match="of no prompt cache: give one as make_prompt_cache"):
+        CacheForm()
+
+
 def test_what_a_caller_stores_is_of_its_form_from_then_on():
     with PrefixCache(**RAM) as cache:
         form = CacheForm([KVCache(), KVCache()])

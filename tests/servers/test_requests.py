@@ -379,7 +379,7 @@ def test_where_the_second_prompt_parts_the_third_goes_on(models, seed):
     """Though the rest of that block is coded; and its answer is that of an empty cache."""
     prompts = [user(f"{text(500, 'shared')} {name} {text(150, name)}") for name in ("alpha", "beta", "gamma")]
     flags = ["--model", models / "llama", "--prefill-step-size", 256]
-    with PrefixCache(codec="turboquant:4", **CACHE) as cache, generating(cache, *flags) as generator:
+    with PrefixCache(codec="turboquant:4", ram="100MB") as cache, generating(cache, *flags) as generator:
         asked = [Asked(generator, prompt, seed=seed).answered() for prompt in prompts]
         first, second, third = (as_tokens(each.context.prompt) for each in asked)
         shared = common_prefix(first, second)
@@ -397,7 +397,7 @@ def test_an_answer_is_made_on_the_state_that_is_stored(models, seed):
     """Which is coded: else the first answer would be made on another than the second, a hit."""
     prompt = user(text(500, "coded"))
     with (
-        PrefixCache(codec="turboquant:8:state_bits=2", **CACHE) as cache,
+        PrefixCache(codec="turboquant:8:state_bits=2", ram="100MB") as cache,
         generating(cache, "--model", models / "qwen3_next") as generator,
     ):
         first, again = (Asked(generator, prompt, seed=seed).answered() for _ in range(2))
