@@ -35,6 +35,8 @@ class Bases:
         """Return the basis of a model, by its identity; of several the file that was written last. None where there is
         none.
         """
+        if is_part(model):
+            return None
         wanted = _weights(model)
         for path in self.files():
             try:
@@ -125,6 +127,11 @@ class Bases:
             if basis.hash != digest:
                 raise BasisError("its content is not what its name says; delete it and calibrate again")
             return _loaded.setdefault(digest, basis)
+
+
+def is_part(model: str) -> bool:
+    """Tell whether an identity is of what one of several ranks has of a model: no basis counts its layers and heads."""
+    return any(said.startswith(("pp ", "tp ")) for said in model.split("|")[1:])
 
 
 def _weights(model: str) -> str:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from prefixcache.codecs.base import Codec, RowCodec, Stream
 from prefixcache.codecs.interchange import FLOATS
-from prefixcache.codecs.transform.bases import Bases
+from prefixcache.codecs.transform.bases import Bases, is_part
 from prefixcache.codecs.transform.basis import LEAST_QUALITY, MOST_QUALITY, Basis
 from prefixcache.codecs.transform.coding import GroupCoder
 from prefixcache.codecs.turboquant.codec import TurboQuant
@@ -91,8 +91,12 @@ class Transform:
 
     def warn_of_no_basis(self, model: str, folder: Path, command: str = "prefixcache calibrate MODEL") -> None:
         """Say what to run, once in a process for each model."""
-        if model not in _warned:
-            _warned.add(model)
+        if model in _warned:
+            return
+        _warned.add(model)
+        if is_part(model):
+            log.warning("no basis is of a part of a model: the rows of %s are coded by %s", model, self.otherwise)
+        else:
             log.warning(
                 "no basis of model %s in %s: its rows are coded by %s until you run `%s`",
                 model,

@@ -423,6 +423,8 @@ def test_the_weights_decide_and_not_the_name(tmp_path):
     ):  # rows are decorrelated all the same
         assert bases.of_model(f"{MODEL}|{code}") is not None
     assert bases.of_model(f"other@{WEIGHTS[::-1]}|draft@{WEIGHTS}") is None
+    for part in ("pp 2:4/4", "of 01234567|pp 0:2/4", "tp 1/2"):  # a rank's, whose layers or heads are others
+        assert bases.of_model(f"{MODEL}|code 0123456789abcdef|{part}") is None
     assert bases.of_model("process-1-2-3") is None
 
 

@@ -394,6 +394,17 @@ def test_a_model_without_a_basis_is_coded_by_turboquant_and_that_is_said_once(op
     assert same(rows(one, len(TOKENS)), rows(other, len(TOKENS)))
 
 
+@pytest.mark.parametrize("part", ["pp 2:4/4", "tp 0/2"])
+def test_what_a_rank_has_of_a_model_is_coded_by_turboquant(calibrated, caplog, part):
+    """A stage of a pipeline counts its own layers from 0: they would be coded as others are."""
+    model, cache = calibrated(disk=False)
+    name = f"{model.identity}|{part}"
+    with caplog.at_level(logging.WARNING, "prefixcache"):
+        cache.store(TOKENS, model.prefill(TOKENS), model=name)
+    assert "z" not in set().union(*is_transformed(cache))
+    assert caplog.messages == [f"no basis is of a part of a model: the rows of {name} are coded by turboquant k4 v4"]
+
+
 def test_a_basis_that_is_made_while_a_cache_runs_codes_the_next_prompt_and_what_stands_is_hit(opened, tmp_path, caplog):
     model, more = tiny(LLAMA), prompt(300, 9)
     cache = opened(basis_dir=tmp_path / "bases")
