@@ -293,11 +293,9 @@ def _padded(rows: Array, first: int) -> Iterator[tuple[slice, slice, Array]]:
 
 def _cast(values: Array, dtype: str) -> Array:
     """Return float32 as bits of `dtype`, cut to its finite range, rounded to even."""
-    if dtype == "float32":
-        return values
-    if dtype == "float16":
-        most = np.float32(65504)
-        return np.clip(values, -most, most).astype(np.float16)
+    if dtype != "bfloat16":
+        most = np.finfo(dtype).max
+        return np.clip(values, -most, most).astype(dtype, copy=False)
     bits = values.view(np.uint32)
     rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
     largest = (bits & 0x80000000) >> 16 | 0x7F7F  # of its sign

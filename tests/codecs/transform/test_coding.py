@@ -256,6 +256,9 @@ def test_what_decodes_beyond_the_range_is_cut_to_the_largest_finite_number(dtype
     huge = replace(huge, mean=np.full_like(huge.mean, 3.4e38))
     coder = GroupCoder(huge, TABLES, 4.0, huge.layers[0].dtype)
     codes = Codes(np.zeros(2, np.uint16), np.zeros(0, np.uint16), np.full(13, 0x88, np.uint8), np.zeros(4, np.uint16))
+    steps = np.full(4, 0x7F00, np.uint16)  # 1.7e38
+    beyond = coder.decode(codes._replace(offsets=np.full(13, 0xFF, np.uint8), offset_steps=steps), 0)
+    assert np.isfinite(floats(coder, beyond)[1]).all()
     most = {"float32": np.float32(3.4e38), "float16": 65504, "bfloat16": np.float32(2.0**128 - 2.0**120)}[dtype]
     with np.errstate(over="ignore"):
         assert floats(coder, coder.decode(codes, 0))[1].max() == most
