@@ -14,8 +14,10 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 # Without contraction: a product fused with a sum rounds once instead of twice, and codes would differ. These come after
-# the flags of the environment, so that its -ffast-math counts for nothing.
-FLAGS = ["-std=gnu11", "-O3", "-g0", "-fno-fast-math", "-ffp-contract=off", "-fno-math-errno", "-Wno-psabi"]
+# the flags of the environment, so that its -ffast-math counts for nothing: neither in the code, nor to the linker, which
+# gives a library what flushes small numbers to zero in whatever process loads it (gcc before 13).
+EXACT = ["-O3", "-fno-fast-math", "-fno-unsafe-math-optimizations"]
+FLAGS = ["-std=gnu11", "-g0", *EXACT, "-ffp-contract=off", "-fno-math-errno", "-Wno-psabi"]
 
 TURBOQUANT = Extension(
     "prefixcache.kernels._turboquant",
@@ -24,12 +26,14 @@ TURBOQUANT = Extension(
         f"prefixcache/kernels/turboquant{part}.h" for part in ("", "_vectors", "_mix", "_rows", "_attend", "_measure")
     ],
     extra_compile_args=FLAGS,
+    extra_link_args=EXACT,
     optional=True,
 )
 TRANSFORM = Extension(
     "prefixcache.kernels._transform",
     sources=["prefixcache/kernels/transform.c"],
     extra_compile_args=FLAGS,
+    extra_link_args=EXACT,
     optional=True,
 )
 
