@@ -9,8 +9,8 @@ don't depend on which others are decoded with it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -266,10 +266,17 @@ def _quantised(lacking: Array, streams: Sequence[tuple[int, int]]) -> tuple[Arra
     return nibbles[::2] | nibbles[1::2] << 4, np.concatenate(steps)
 
 
-@lru_cache(maxsize=1)
+_wide: WeakKeyDictionary[GroupCoder, Array] = WeakKeyDictionary()
+
+
 def _widened(coder: GroupCoder) -> Array:
-    """Return the vectors in float32: kept of one group, since its blocks come one after the other."""
-    return coder.vectors.astype(np.float32)
+    """Return the vectors in float32: kept of one group while it is used, since its blocks come one after the other."""
+    vectors = _wide.get(coder)
+    if vectors is None:
+        vectors = coder.vectors.astype(np.float32)
+        _wide.clear()
+        _wide[coder] = vectors
+    return vectors
 
 
 def _padded(rows: Array, first: int) -> Iterator[tuple[slice, slice, Array]]:

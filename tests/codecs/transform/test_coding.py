@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 from functools import cache
 
@@ -241,6 +243,16 @@ def test_a_block_without_a_row_that_can_be_coded_comes_back_bit_for_bit(dtype):
     assert len(codes.words) == 5 * coder.raw_words
     assert not codes.offset_steps.any()
     assert same(coder.decode(codes, 0), rows)
+
+
+@pytest.mark.usefixtures("new_objects_only")
+def test_nothing_of_a_group_stays_in_memory_once_nobody_codes_with_it():
+    coder = GroupCoder(group_of(KINDS["several"]), TABLES, 4.0, "float16")
+    coder.decode(coder.encode(rows_of(coder.group, 5), 0), 0)
+    group = weakref.ref(coder.group)
+    del coder
+    gc.collect()
+    assert group() is None
 
 
 def test_no_rows_are_no_codes():
