@@ -83,14 +83,16 @@ class Bases:
 
     def files(self) -> list[Path]:
         """Return the files, newest first. A pipe would wait for its writer: only plain files count. Hidden ones are those
-        that macOS puts beside others.
+        that macOS puts beside others. A folder that may not be looked at has none.
         """
         dated = []
-        for path in self.folder.glob(f"*{SUFFIX}"):
-            with contextlib.suppress(OSError):
-                status = path.stat()
-                if stat.S_ISREG(status.st_mode) and not path.name.startswith("."):
-                    dated.append((-status.st_mtime_ns, path))
+        with contextlib.suppress(OSError), os.scandir(self.folder) as entries:
+            for entry in entries:
+                if entry.name.endswith(SUFFIX) and not entry.name.startswith("."):
+                    with contextlib.suppress(OSError):
+                        status = entry.stat()
+                        if stat.S_ISREG(status.st_mode):
+                            dated.append((-status.st_mtime_ns, self.folder / entry.name))
         return [path for _, path in sorted(dated)]
 
     def save(self, data: bytes) -> Path:
