@@ -106,6 +106,11 @@ def neutral(heads: int, width: int) -> Levels:
 
 
 def bf16_bits(values: Array) -> Array:
-    """Round float32 -> the bits of the nearest bf16, ties to even, uint16."""
-    bits = np.ascontiguousarray(values, np.float32).view(np.uint32).astype(np.uint64)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    """Round float32 -> the bits of the nearest bf16, ties to even, uint16. NaN stays NaN."""
+    bits = values.view(np.uint32)
+    rounded = bits >> np.uint32(16)
+    rounded &= np.uint32(1)
+    rounded += np.uint32(0x7FFF)
+    rounded += bits
+    rounded >>= np.uint32(16)
+    return rounded.astype(np.uint16)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from prefixcache.codecs.interchange import Array, element
-from prefixcache.codecs.levels import Levels
+from prefixcache.codecs.levels import Levels, bf16_bits
 from prefixcache.codecs.packing import pack_columns, unpack_centroids
 from prefixcache.codecs.turboquant.format import LARGEST, LARGEST_SCALE, NAN_SCALE, Form
 
@@ -106,18 +106,8 @@ def _folded(squares: Array) -> Array:
 
 def _scales(values: Array, exponents: Array) -> Array:
     """Return positive float32 times 2**exponents -> bf16 bits, uint16: 0 below the normal numbers, at most the largest."""
-    bits = _bf16(values).astype(np.int32) + (exponents << 7)
+    bits = bf16_bits(values).astype(np.int32) + (exponents << 7)
     return np.where(bits < 0x80, 0, np.minimum(bits, LARGEST_SCALE)).astype(np.uint16)
-
-
-def _bf16(values: Array) -> Array:
-    """Return float32 -> the bits of the nearest bf16, ties to even: uint32. NaN stays NaN."""
-    rounded: Array = values.view(np.uint32) >> np.uint32(16)
-    rounded &= np.uint32(1)
-    rounded += np.uint32(0x7FFF)
-    rounded += values.view(np.uint32)
-    rounded >>= np.uint32(16)
-    return rounded
 
 
 def decode(codes: Array, scales: Array, dtype: str, form: Form, levels: Levels | None, rows: Array) -> None:
@@ -169,6 +159,6 @@ def _cast(values: Array, dtype: str) -> Array:
     largest = LARGEST[dtype]
     np.clip(values, -largest, largest, out=values)
     if dtype == "bfloat16":
-        return _bf16(values).astype(np.uint16)
+        return bf16_bits(values)
     cast: Array = values.astype(element(dtype).numpy, copy=False)
     return cast
