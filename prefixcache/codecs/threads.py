@@ -51,9 +51,9 @@ def share_out(size: int, share: int, worth: int, work: Callable[[int, int], None
             work(first, min(first + share, size))
 
     helping: list[Future[None]] = []
-    with suppress(RuntimeError):  # the interpreter is shutting down: the calling thread does the work alone
-        helping.extend(_helpers.submit(take) for _ in range(helpers))
     try:
+        with suppress(RuntimeError):  # the interpreter is shutting down: the calling thread does the work alone
+            helping.extend(_helpers.submit(take) for _ in range(helpers))
         take()
     finally:
         # Who hasn't begun never will. Who has is waited for, also where a share failed: its memory may be another's next.
