@@ -17,10 +17,12 @@ import requests
 from mlx_vlm.server import anthropic, openai
 from starlette.testclient import TestClient
 
-from prefixcache.servers.mlx_vlm.serve import TENANT
+from prefixcache.codecs import Transform, TurboQuant
+from prefixcache.servers.mlx_vlm.serve import TENANT, without_transform
 from prefixcache.servers.mlx_vlm.upstream import RequestQueue, Rules, VlmGenerator, app, run, serving_with
 from prefixcache.servers.salts import Salts
 from prefixcache.servers.web_access import WebAccess
+from prefixcache.settings import Settings
 from tests.servers.serving import SECONDS, Server, wait_for
 from tests.vlm import folders
 from tests.vlm.generators import picture
@@ -143,6 +145,17 @@ def test_a_chat_goes_on_with_another_picture(plain, serving):
     answer, hit = server.ask(1, "And this one?", before=before)
     assert answer == plain.ask(1, "And this one?", before=before)[0]
     assert hit > 50
+
+
+def test_codec_transform_leaves_all_to_turboquant_and_says_so(caplog):
+    """Before any basis is read, which would take RAM for nothing."""
+    codec = TurboQuant(8, 8)
+    assert without_transform(Settings(codec=Transform(3, codec))).codec == codec
+    assert caplog.messages == [
+        "--codec transform with --vlm: no basis is of mlx-vlm's prompt caches; all rows are coded by turboquant k8 v8"
+    ]
+    settings = Settings(codec="raw")
+    assert without_transform(settings) is settings
 
 
 @ONE_MODEL

@@ -12,6 +12,7 @@ from typing import Any
 
 from prefixcache.byte_sizes import size
 from prefixcache.cache import PrefixCache
+from prefixcache.codecs import Transform
 from prefixcache.identity import identity_or_nameless, mlx_vlm_identity
 from prefixcache.metrics.prometheus import CacheCollector, render
 from prefixcache.servers.buffer_pool import pool_kept
@@ -40,12 +41,21 @@ def serve(settings: Settings, flags: Sequence[str], salts: Salts, allowed_hosts:
     ours, others = _read_ours(with_homes(flags))
     address = _checked_address(ours.host, others)
     access = WebAccess.of(ours.host, address, allowed_hosts, ours.allowed_origins.split(","))
-    with Ending(), pool_kept(), PrefixCache(settings) as cache:
+    with Ending(), pool_kept(), PrefixCache(without_transform(settings)) as cache:
         manager = upstream.Manager(cache, partial(prompts_of, cache))
         rules = upstream.Rules(replace(salts, remedy=TENANT), access, lambda: render(CacheCollector(cache)))
         with upstream.serving_with(manager, rules):
             upstream.run(["--host", ours.host, *others])
         log.info("flushing RAM: %s", size(cache.stats().ram_images))
+
+
+def without_transform(settings: Settings) -> Settings:
+    """Return the settings with the codec that codes all rows here: a basis is of the prompt caches of mlx-lm."""
+    if not isinstance(settings.codec, Transform):
+        return settings
+    codec = settings.codec.otherwise
+    log.warning("--codec transform with --vlm: no basis is of mlx-vlm's prompt caches; all rows are coded by %s", codec)
+    return settings.model_copy(update={"codec": codec})
 
 
 def _read_ours(flags: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
