@@ -110,7 +110,7 @@ def metal_text(source: KernelSource, inputs: Sequence[Given], outputs: Sequence[
     return (
         "#include <metal_stdlib>\n"
         + dialect.header_of(source)
-        + "\n#undef SHARED\n#define SHARED static\n"
+        + "\n#undef SHARED\n#define SHARED HOST_SHARED\n"
         + f"[[kernel]] void {name}(\n"
         + ",\n".join(parameters)
         + ") {\n"

@@ -1,5 +1,7 @@
 """The host's GPU notices what a real one would get wrong in silence."""
 
+import sys
+
 import host_gpu
 import numpy as np
 import pytest
@@ -9,10 +11,10 @@ from prefixcache.kernels.dialects import DIALECTS, KernelSource
 pytestmark = pytest.mark.skipif(host_gpu.COMPILER is None, reason="no C++ compiler")
 
 
-def run(body, folder, dialect="metal", count=64):
+def run(body, folder, dialect="metal", count=64, groups=1):
     source = KernelSource("probe", ("given",), ("found",), "", body)
     given = host_gpu.Given(np.arange(count, dtype=np.uint32), "uint32")
-    return host_gpu.run(DIALECTS[dialect], source, [given], [((count,), "uint32")], 1, count, folder)[0]
+    return host_gpu.run(DIALECTS[dialect], source, [given], [((count,), "uint32")], groups, count, folder)[0]
 
 
 @pytest.mark.parametrize("dialect", ["metal", "cuda"])
@@ -28,6 +30,13 @@ def test_lanes_exchange(dialect, programs):
 def test_shared_memory_is_seen_after_a_barrier(dialect, programs):
     body = "SHARED u32 all[64]; all[member] = given[member]; barrier(); found[member] = all[63 - member];"
     np.testing.assert_array_equal(run(body, programs, dialect), np.arange(64)[::-1])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a linker that says where a section is")
+@pytest.mark.parametrize("dialect", ["metal", "cuda"])
+def test_shared_memory_that_nobody_wrote_holds_garbage(dialect, programs):
+    body = "SHARED u32 all[32]; SHARED u32 more[32]; found[member] = all[member % 32] & more[member % 32]; barrier(); "
+    assert (run(body + "all[member % 32] = 0;", programs, dialect, groups=2) == 2**32 - 1).all()
 
 
 def test_a_missing_barrier_shows(programs):

@@ -122,6 +122,6 @@ __attribute__((always_inline)) static inline void __syncthreads() { host::barrie
 #define __global__
 #define __grid_constant__
 #define __device__
-#define __shared__ static
+#define __shared__ HOST_SHARED
 #define __constant__
 #define __forceinline__ __attribute__((noinline)) static

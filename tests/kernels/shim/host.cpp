@@ -8,6 +8,10 @@
 #include <cstdlib>
 #include <vector>
 
+#ifdef __ELF__
+extern "C" __attribute__((weak)) char __start_shared_memory[], __stop_shared_memory[];  // of the linker; none where none is
+#endif
+
 namespace host {
 
 unsigned current, group, groups;
@@ -227,7 +231,12 @@ int run(int count, char** arguments) {
   }
   fibers.resize(threads);
   for (unsigned i = 0; i < threads; i++) stacks.push_back(above_guard(STACK));
-  for (group = 0; group < groups; group++) run_group(threads);
+  for (group = 0; group < groups; group++) {
+#ifdef __ELF__
+    memset(__start_shared_memory, 0xFF, __stop_shared_memory - __start_shared_memory);
+#endif
+    run_group(threads);
+  }
   for (const Buffer& buffer : buffers) {
     check_slack(buffer);
     if (buffer.output) fwrite(buffer.begin, 1, buffer.bytes, stdout);

@@ -7,6 +7,13 @@
 #include <cstdint>
 #include <cstring>
 
+// Shared memory holds garbage when a group begins.
+#ifdef __ELF__
+#define HOST_SHARED static __attribute__((section("shared_memory")))
+#else
+#define HOST_SHARED static
+#endif
+
 namespace host {
 
 constexpr unsigned SIMD = 32;
