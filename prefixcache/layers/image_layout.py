@@ -194,13 +194,17 @@ class Plan:
             _codings(leaf, layer, len(self.layers), codec)
             for leaf, layer in zip(self.leaves, self.layer_of, strict=True)
         ]
-        left_raw = {self.layer_of[leaf] for leaf, streams in enumerate(codings) if any(c.left_raw for c in streams)}
-        self.raw = sorted(left_raw)
         self.row_codecs = [
             {c.stream: c.rows for c in streams} for streams in codings
         ]  # by leaf; of joined ones, otherwise
         joined = self._joined(codec)
         self._list_joined(joined)
+        left_raw = {
+            self.layer_of[leaf]
+            for leaf, streams in enumerate(codings)
+            if any(c.left_raw and (leaf, c.stream) not in self.joined_places for c in streams)
+        }
+        self.raw = sorted(left_raw)
         # Where neither rows nor state are coded, a tail's rows are no other than a block's.
         exact_state = not self.snapshots or isinstance(codec, Raw)
         self.lossless = exact_state and not self.joined and not any(c.is_coded for streams in codings for c in streams)

@@ -378,6 +378,11 @@ def test_groups_and_a_layer_that_is_in_none_are_coded_side_by_side(calibrated, l
     assert 0.9 * stats.nbytes < sum(layer.nbytes for layer in stats.layers) <= stats.nbytes
 
 
+def test_layers_that_are_transformed_are_not_left_raw(calibrated):
+    model, cache = calibrated(channels=64, left_over=1, codec=Transform(4, TurboQuant(fp16_layers=1)), disk=False)
+    assert cache.store(TOKENS, model.prefill(TOKENS), model=model.identity).raw_layers == (3,)
+
+
 def test_a_model_without_a_basis_is_coded_by_turboquant_and_that_is_said_once(opened, folder, tmp_path, caplog):
     model = tiny(LLAMA)
     transformed = opened(basis_dir=tmp_path / "none", disk=False)
