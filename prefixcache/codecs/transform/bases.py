@@ -30,6 +30,7 @@ class Bases:
 
     def __init__(self, folder: Path):
         self.folder = folder
+        self._warnings: set[str] = set()
 
     def of_model(self, model: str) -> Basis | None:
         """Return the basis of a model, by its identity; of several the file that was written last. None where there is
@@ -45,7 +46,10 @@ class Bases:
                     if _weights(basis.model) == wanted:
                         return basis
             except (BasisError, OSError) as error:
-                log.warning("basis %s is left out: %s", path, error)
+                warning = f"basis {path} is left out: {error}"
+                if warning not in self._warnings:
+                    self._warnings.add(warning)
+                    log.warning("%s", warning)
         return None
 
     def of_hash(self, digest: str) -> Basis:

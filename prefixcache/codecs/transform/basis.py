@@ -254,6 +254,11 @@ def read(path: Path) -> Basis:
     with open(path, "rb") as file:
         if os.fstat(file.fileno()).st_size > _LARGEST:
             raise BasisError("larger than any basis")
+        try:
+            with safetensors.safe_open(path, "numpy"):  # looks at the header and the size: a file may still be copied
+                pass
+        except safetensors.SafetensorError as error:
+            raise BasisError(f"not a basis: {error}") from None
         return Basis(file.read())
 
 

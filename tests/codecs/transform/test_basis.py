@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from synthetic_basis import INTERLEAVED, MODEL, ROPE, WEIGHTS, bytes_of, group_of, layer, rows_of
 
 from prefixcache.codecs.transform import bases as bases_module
+from prefixcache.codecs.transform import basis as basis_module
 from prefixcache.codecs.transform.bases import Bases
 from prefixcache.codecs.transform.basis import (
     ANCHORS,
@@ -586,6 +587,15 @@ def test_a_folder_that_may_not_be_looked_at_has_none(tmp_path):
     finally:
         os.seteuid(user)
         (tmp_path / "closed").chmod(0o700)
+
+
+def test_a_file_that_is_still_copied_costs_a_look_and_one_warning(tmp_path, monkeypatch, caplog):
+    """A server looks for a basis with each prompt meanwhile."""
+    (tmp_path / "x.safetensors").write_bytes(VALID[:-1])
+    monkeypatch.setattr(basis_module, "Basis", None)
+    bases = Bases(tmp_path)
+    assert [bases.of_model(MODEL) for _ in range(3)] == [None] * 3
+    assert len(caplog.messages) == 1
 
 
 @pytest.mark.parametrize("age", [-5, 5])
