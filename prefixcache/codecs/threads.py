@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import count
+from threading import Lock
 
 MOST_THREADS = 8
 CPUS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -50,13 +51,29 @@ def share_out(size: int, share: int, worth: int, work: Callable[[int, int], None
         while (first := next(starts)) < size:
             work(first, min(first + share, size))
 
-    helping: list[Future[None]] = []
+    # Who has a turn first: the thread that helps, until it is done, or the calling one, which then waits for nobody. Futures
+    # wouldn't do: a pool that refuses work for want of a thread has queued it, and one that it has already may do it.
+    turns = [Lock() for _ in range(helpers)]
+    failed: list[BaseException] = []
+
+    def help_out(turn: Lock) -> None:
+        if turn.acquire(blocking=False):
+            try:
+                take()
+            except BaseException as error:
+                failed.append(error)
+            finally:
+                turn.release()
+
     try:
-        with suppress(RuntimeError):  # the interpreter is shutting down: the calling thread does the work alone
-            helping.extend(_helpers.submit(take) for _ in range(helpers))
+        with suppress(
+            RuntimeError
+        ):  # no thread can be started, or none any more: the calling thread does the work alone
+            for turn in turns:
+                _helpers.submit(help_out, turn)
         take()
-    finally:
-        # Who hasn't begun never will. Who has is waited for, also where a share failed: its memory may be another's next.
-        failed = [error for future in helping if not future.cancel() and (error := future.exception())]
+    finally:  # also where a share failed: the memory that others still work on may be another's next
+        for turn in turns:
+            turn.acquire()
     if failed:
         raise failed[0]
