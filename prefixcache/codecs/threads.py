@@ -66,9 +66,7 @@ def share_out(size: int, share: int, worth: int, work: Callable[[int, int], None
                 turn.release()
 
     try:
-        with suppress(
-            RuntimeError
-        ):  # no thread can be started, or none any more: the calling thread does the work alone
+        with suppress(RuntimeError):  # no thread can be started: the calling one does the work alone
             for turn in turns:
                 _helpers.submit(help_out, turn)
         take()
