@@ -259,7 +259,7 @@ class Prompt:
         """Return the deepest boundary, at most `limit`, that can be hit; of a prompt with `whole_blocks` one at the end of a
         whole block, or in an incomplete one whose rows are kept as they are.
         """
-        walk = self._hit_walk(namespace, tier)
+        walk = self._hit_walk(namespace, tier, limit)
         depth = self.hit_depth(walk, tier, limit)
         while depth > 0 and self._hits_whole_blocks(namespace):
             node = next(node for node in walk.nodes if node.end >= depth)
@@ -268,13 +268,15 @@ class Prompt:
             depth = self.hit_depth(walk, tier, node.start)
         return Deepest(depth, namespace, walk)
 
-    def _hit_walk(self, namespace: Namespace, tier: int) -> Walk:
-        """Return the walk that a hit takes. Where that can't end in the block that shares most with the prompt, it leads to
-        the block beside it, such as a turn's tail, that shares most of those where it can.
+    def _hit_walk(self, namespace: Namespace, tier: int, limit: int) -> Walk:
+        """Return the walk that a hit of at most `limit` tokens takes. Where that can't end in the block that shares most with
+        the prompt, it leads to the block beside it, such as a turn's tail, that shares most of those where it can.
         """
         walk = self.walk(namespace)
         tiers, only_tails = tiers_to(tier), self._hits_whole_blocks(namespace)
         path, last = walk.path, walk.partial
+        if limit % BLOCK and limit // BLOCK < len(path):
+            path, last = path[: limit // BLOCK], path[limit // BLOCK]
         if path and (path[-1].rows is None or not path[-1].rows.tiers & tiers):
             broken_at = next(i for i, node in enumerate(path) if node.rows is None or not node.rows.tiers & tiers)
             path, last = path[:broken_at], path[broken_at]

@@ -67,6 +67,14 @@ def test_a_whole_block_that_shares_more_hides_no_tail(layers):
         assert hit(cache, [*PROMPT[:599], 5, 8]) == 599
 
 
+@pytest.mark.parametrize("layers", sorted(states.LAYERS))
+def test_a_prompt_that_ends_with_a_whole_block_is_hit_to_the_tail_in_it(layers):
+    """The last token is always left, and no hit ends inside a whole block."""
+    with PrefixCache(ram="20MB", codec=CODEC) as cache:
+        store(cache, layers, turn_end=600, thought=6, answer=168)
+        assert hit(cache, [*PROMPT, *[6] * 168]) == 600
+
+
 @pytest.mark.parametrize("asked", [350, 400, 450])
 @pytest.mark.parametrize("codec", ["raw", CODEC])
 def test_what_the_ssd_alone_has_hides_nothing_that_ram_has(tmp_path, codec, asked):
