@@ -327,6 +327,7 @@ def test_bad_parameters_are_named() -> None:
         ({"levelling": 1}, "levelling=1: not a choice"),
         ({"layers": [4]}, r"layers=\[4\]: give a dict"),
         ({"layers": {"x": 4}}, "'x': ...}: not a layer"),
+        ({"layers": {1: None, "1": 4}}, "layer 1 stands there twice; give it once"),
         ({"layers": {0: 5}}, r"layers\[0\]=5: not a bit depth"),
         ({"layers": {0: (4, 4, 4)}}, "0: .*give bits, a pair"),
     ):

@@ -21,7 +21,6 @@ class Calibration:
         str, typer.Argument(metavar="MODEL", help="A model's folder, or its name on Hugging Face.", show_default=False)
     ] = ""
     adapter: AdapterPath = None
-    trust_remote_code: TrustRemoteCode = False
     texts: Annotated[
         list[Path] | None,
         typer.Option(
@@ -34,6 +33,7 @@ class Calibration:
         int, typer.Option(min=1, help="Gradients that weigh errors, in all; each is one pass forth and back.")
     ] = 96
     float32: Float32 = False
+    trust_remote_code: TrustRemoteCode = False
 
     @property
     def fisher_windows(self) -> int:

@@ -214,7 +214,12 @@ class TurboQuant:
         for name in ("levelling", "raw_latents"):
             if type(getattr(self, name)) is not bool:
                 raise ValueError(f"{name}={getattr(self, name)!r}: not a choice; write True or False")
-        object.__setattr__(self, "layers", dict(sorted(map(_override, _items(self.layers)))))
+        overrides = dict[int, tuple[int, int] | None]()
+        for layer, bits in map(_override, _items(self.layers)):
+            if layer in overrides:
+                raise ValueError(f"layers={self.layers!r}: layer {layer} stands there twice; give it once")
+            overrides[layer] = bits
+        object.__setattr__(self, "layers", {layer: overrides[layer] for layer in sorted(overrides)})
 
     def __hash__(self) -> int:
         return hash(json.dumps(self.spec()))
