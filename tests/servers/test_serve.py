@@ -104,9 +104,10 @@ def test_the_adapter_and_the_draft_model_of_the_command_line_are_used_and_hit(mo
     asked = [text(20, f"flag {turn}") for turn in range(3)]
     with serving(tmp_path / "log", "--model", llama, "--adapter-path", adapter, "--draft-model", llama) as server:
         answers = chat(server, system, asked)
-        named = chat(server, system, asked, model=str(llama))
-    assert [answer.text for answer in named] == [answer.text for answer in answers]
-    assert named[0].computed == 1  # the same model, with its adapter: it isn't loaded again without
+        for name in (str(llama), f"{llama.parent}/../{llama.parent.name}/llama/"):
+            named = chat(server, system, asked, model=name)
+            assert [answer.text for answer in named] == [answer.text for answer in answers]
+            assert named[0].computed == 1  # the same model, with its adapter: it isn't loaded again without
     names = {"model": str(llama), "draft_model": str(llama)}
     if not MLX_LM_0_31:  # its server forgets the adapter of the command line
         names["adapters"] = str(adapter)

@@ -84,20 +84,25 @@ class Models(server.ModelProvider):
     def __init__(self, cli_args: argparse.Namespace, load: Callable[..., None]):
         self._load_by, self._has_begun = load, False
         super().__init__(cli_args)
-        served = cli_args.model
-        self._own_names = {served} if served else set()
-        if served and Path(served).exists():  # as /v1/models lists it
-            self._own_names.add(str(Path(served).resolve()))
-        self._model_map |= dict.fromkeys(self._own_names, served)
+        self._served = cli_args.model
+        self._folder = Path(self._served).resolve() if self._served and Path(self._served).exists() else None
 
     def load(self, model_path: str, adapter_path: str | None = None, draft_model_path: str | None = None) -> Any:
         return super().load(self._named(model_path, adapter_path), adapter_path, draft_model_path)
 
     def _named(self, model: str, adapter: str | None) -> str:
-        """Return "default_model" for the served model by its own name, which would have no adapter, or for the name itself
-        where a request names an adapter.
+        """Return the served model's name as the server was given it for any other of its folder, as which it would be loaded
+        again; "default_model" where a request names no adapter, since it would have none.
         """
-        return "default_model" if adapter is None and model in self._own_names else model
+        if not self._is_served(model):
+            return model
+        return "default_model" if adapter is None else self._served
+
+    def _is_served(self, model: str) -> bool:
+        try:
+            return model == self._served or (self._folder is not None and Path(model).resolve() == self._folder)
+        except (OSError, ValueError, RuntimeError):  # no name that a folder may have
+            return False
 
     def load_default(self) -> None:
         """Load the default model, once: mlx-lm's loop, entered again after a failure, goes on with what is loaded."""
