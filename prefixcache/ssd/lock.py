@@ -49,7 +49,7 @@ class Lock:
                     if attempt == 4:
                         raise DirectoryHeld(
                             f"ssd_dir={str(directory.root)!r}: in use by {_owner(fd)}; "
-                            "close that one, or give this one a directory of its own"
+                            "close that one, or give this one a directory of its own; commands ask a server by --url"
                         ) from None
                     time.sleep(0.02)
         except OSError as error:

@@ -3,11 +3,13 @@
 import copy
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from mlx_lm.utils import load
 from typer.testing import CliRunner
@@ -17,6 +19,7 @@ from prefixcache.cli.demo import command as demo
 from prefixcache.cli.demo.passes import unique_tokens
 from prefixcache.cli.demo.text import CALIBRATED, LOSSY, SYSTEM, TITLES, Chat, facts, question
 from tests.servers.forked import BLAS
+from tests.servers.serving import wait_for
 
 CONVERSATIONS, TURNS = 2, 2
 Ran = tuple[subprocess.CompletedProcess[str], Path, Path]
@@ -90,6 +93,18 @@ def test_the_folder_is_kept_when_asked_for_and_no_other(ran: Ran) -> None:
     ended, keep, temporary = ran
     assert len(list((keep / "raw" / "rows").rglob("*.safetensors"))) == json.loads(ended.stdout)["ssd"]["ssd"]["files"]
     assert not list(temporary.glob("prefixcache-demo-*"))
+
+
+def test_a_signal_leaves_no_process_and_no_folder(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "prefixcache", "demo", "--json"]
+    demo_process = subprocess.Popen(command, env={**os.environ, "TMPDIR": str(tmp_path)}, stdout=subprocess.DEVNULL)
+    process = psutil.Process(demo_process.pid)
+    (passes,) = wait_for(process.children, "process of the passes")
+    assert list(tmp_path.glob("prefixcache-demo-*"))
+    process.terminate()
+    assert demo_process.wait(30) == 128 + signal.SIGTERM
+    assert not psutil.pid_exists(passes.pid)
+    assert not list(tmp_path.glob("prefixcache-demo-*"))
 
 
 def test_a_folder_that_is_not_empty_is_refused(tmp_path: Path) -> None:

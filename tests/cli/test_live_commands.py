@@ -58,10 +58,12 @@ def test_a_line_that_is_no_object_is_named(call, tmp_path):
 
 
 @pytest.mark.parametrize("words", [("inspect",), ("clear", "--yes"), ("prune", "--older-than", "1h"), ("reconcile",)])
-def test_an_empty_name_is_no_directory(call, words):
+def test_an_empty_name_and_an_address_are_no_directories(call, words):
     done = call(*words, "")  # such as "$DIR" that nobody has set
     assert done.exit_code == 2
     assert "it is empty; write the directory's path" in done.stderr
+    done = call(*words, NOBODY)
+    assert f"{NOBODY} is a server's address; write --url {NOBODY}" in done.stderr
 
 
 @pytest.mark.parametrize("words", [("clear", "--yes"), ("prune", "--older-than", "1h"), ("pin",)])

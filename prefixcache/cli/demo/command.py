@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -44,7 +45,7 @@ def demo(
     """
     import mlx.core  # noqa: F401 - fails here, or else in each of the processes that do the work
 
-    with refusing(), _folder(keep) as directory:
+    with refusing(), _ended_in_order(), _folder(keep) as directory:
         job = {"directory": str(directory), "model": str(OWN_MODEL), "conversations": conversations, "turns": turns}
         if not as_json:
             _introduce(console(), job)
@@ -58,6 +59,16 @@ def demo(
         complain(problem)
     if problems:
         raise typer.Exit(1)
+
+
+@contextmanager
+def _ended_in_order() -> Iterator[None]:
+    """SIGTERM ends the passes' process and deletes the folder, as Ctrl-C does."""
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

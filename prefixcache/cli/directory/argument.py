@@ -22,6 +22,8 @@ def parse_directory(text: str) -> Path:
     """Return the path of an argument. BadParameter for an empty one, which pathlib takes for the current directory."""
     if not text:
         raise typer.BadParameter("it is empty; write the directory's path")
+    if text.startswith(("http://", "https://")):
+        raise typer.BadParameter(f"{text} is a server's address; write --url {text}")
     return Path(text)
 
 

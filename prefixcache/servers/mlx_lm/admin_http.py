@@ -60,7 +60,9 @@ class AdminPath:
             scheme, _, token = given[0].strip().partition(" ") if len(given) == 1 else ("", "", "")
             if scheme.lower() != "bearer" or not hmac.compare_digest(token.strip().encode("latin-1"), self._key):
                 raise RequestRefused(
-                    "the admin path needs this server's admin key: send `Authorization: Bearer KEY`", 401
+                    "the admin path needs this server's admin key: send `Authorization: Bearer KEY`, or give a "
+                    "command --admin-key-file",
+                    401,
                 )
             return
         why = _why_not_local(handler)
