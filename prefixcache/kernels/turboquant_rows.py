@@ -171,9 +171,7 @@ def takes(width: int, bits: int) -> bool:
     """Tell whether the kernels have a layout for such rows."""
     power = width & -width
     odd = width // power
-    laid_out = odd == 1 or (
-        odd in (3, 5, 7) and power <= 8 * CHUNK
-    )  # then a lane has a slot for each of the odd factor's
+    laid_out = odd == 1 or (odd in (3, 5, 7) and power <= 8 * CHUNK)  # beyond, a lane has no slot for the odd factor's
     return 32 <= width <= 512 and power >= 16 and laid_out and bits in (1, 2, 3, 4, 8)
 
 
